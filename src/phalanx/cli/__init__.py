@@ -1,0 +1,43 @@
+"""The command line: ``phalanx VERB ...``. Each verb's module is imported when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+VERBS: dict[str, tuple[str, str]] = {
+    "run": ("phalanx.cli.run", "start a training job on this machine and keep it running"),
+    "check": ("phalanx.cli.check", "say what a script needs and what could be recovered"),
+    "controller": ("phalanx.cli.controller", "serve the recovery protocol for a cluster"),
+}
+
+
+def usage() -> str:
+    """The text of ``phalanx --help``."""
+    lines = ["usage: phalanx VERB ...", "", "verbs:"]
+    lines += [f"  {verb:<12}{what}" for verb, (_, what) in VERBS.items()]
+    lines += ["", "phalanx VERB --help says more. phalanx --version prints the version."]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit status (2: the command line itself was wrong)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] in ("--version", "-V", "version"):
+        from phalanx import __version__
+
+        print(f"phalanx {__version__}")
+        return 0
+    if words[0] not in VERBS:
+        print(
+            f"phalanx: there is no verb {words[0]!r}. The verbs are {', '.join(VERBS)}; "
+            f"to start a script: phalanx run {words[0]}",
+            file=sys.stderr,
+        )
+        return 2
+    verb: Callable[[Sequence[str]], int] = import_module(VERBS[words[0]][0]).main
+    return verb(words[1:])
