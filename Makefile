@@ -1,0 +1,38 @@
+# One virtual environment, made on first use; everything else runs from it.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.made
+
+.PHONY: demo test test-repeat lint types conformance bench clean
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev,control,stacks]'
+	touch $@
+
+demo: $(STAMP)  ## train on 4 workers, lose one, go on
+	$(PY) examples/demo.py
+
+test: $(STAMP)  ## the whole suite
+	$(PY) -m pytest
+
+test-repeat: $(STAMP)  ## the tests with real processes, ten times in a row
+	for i in 1 2 3 4 5 6 7 8 9 10; do $(PY) -m pytest -m process || exit 1; done
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+conformance: $(STAMP)  ## the contract's suite against torch's implementation and ours
+	$(PY) conformance/run.py
+
+bench: $(STAMP)  ## ours beside torchrun, in one run
+	$(PY) bench/bench_agent.py
+
+clean:
+	rm -rf $(VENV) out build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

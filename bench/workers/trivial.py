@@ -1,0 +1,5 @@
+"""A worker that imports no torch."""
+
+import stamps
+
+assert stamps

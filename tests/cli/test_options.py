@@ -1,0 +1,102 @@
+"""The command line of ``phalanx run``: torchrun's options, exact names, nothing guessed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cli.options import OPTIONS, UsageError, help_text, parse, wants_help
+
+
+def test_what_follows_the_script_is_the_scripts() -> None:
+    got = parse(["--standalone", "args.py", "--log=x", "--r=16", "-m", "--help", "--", "--nnodes"], {})
+    assert got.training_script == "args.py"
+    assert got.training_script_args == ["--log=x", "--r=16", "-m", "--help", "--", "--nnodes"]
+    assert got.standalone
+
+
+@given(st.lists(st.text(max_size=8), max_size=6))
+def test_any_words_after_the_script_arrive(words: list[str]) -> None:
+    assert parse(["--nproc-per-node", "2", "s.py", *words], {}).training_script_args == words
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda o: o.dest)
+def test_every_option_takes_both_spellings(option) -> None:
+    text = option.choices[0] if option.choices else "4"
+    for name in option.names:
+        for spelling in {name, "--" + name[2:].replace("-", "_") if name[1] == "-" else name}:
+            words = [spelling] if option.take is None else [spelling, text]
+            got = parse([*words, "s.py"], {})
+            assert option.dest in got.given
+            assert option.choices or getattr(got, option.dest) != option.default
+            if option.take is not None and spelling.startswith("--"):
+                assert getattr(parse([f"{spelling}={text}", "s.py"], {}), option.dest) == getattr(
+                    got, option.dest
+                )
+
+
+def test_short_options_join_their_value() -> None:
+    got = parse(["-r3", "-t", "0:1,1:2", "-m", "mod"], {})
+    assert (got.redirects, got.tee, got.module, got.training_script) == ("3", "0:1,1:2", True, "mod")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--nproc 2 s.py", "did you mean --nproc-per-node"),
+        ("--redirect 3 s.py", "did you mean --redirects"),
+        ("--max-restarts many s.py", "whole number, not 'many'"),
+        ("--monitor-interval x s.py", "a number"),
+        ("--start-method bogus s.py", "spawn, fork, forkserver"),
+        ("--standalone=1 s.py", "takes no value"),
+        ("--max-restarts", "needs a value"),
+        ("", "no script given"),
+        ("--bogus s.py", "no option --bogus"),
+    ],
+)
+def test_a_wrong_word_is_named(words: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        parse(words.split(), {})
+
+
+def test_variables_give_values_and_the_command_line_wins() -> None:
+    env = {"PET_NPROC_PER_NODE": "4", "PET_MODULE": "1", "PET_STANDALONE": "true"}
+    got = parse(["s"], env)
+    assert (got.nproc_per_node, got.module, got.standalone) == ("4", True, True)
+    assert parse(["--nproc-per-node", "2", "s"], env).nproc_per_node == "2"
+    assert parse(["s"], {"PET_MODULE": "0"}).module is False
+
+
+@pytest.mark.parametrize(
+    "env", [{"PET_MAX_RESTARTS": "x"}, {"PET_STANDALONE": "maybe"}, {"PET_START_METHOD": "bogus"}]
+)
+def test_a_bad_variable_is_named(env: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=next(iter(env))):
+        parse(["s.py"], env)
+
+
+def test_comma_lists() -> None:
+    got = parse(["--duplicate-stdout-filters", "a,b,,c", "s"], {})
+    assert got.duplicate_stdout_filters == ["a", "b,c"]
+
+
+def test_preload_repeats() -> None:
+    assert parse(["--preload", "a", "--preload", "b.c", "s"], {}).preload == ["a", "b.c"]
+
+
+def test_help_shows_ten_options_first_and_all_on_request() -> None:
+    first = [o for o in OPTIONS if o.first]
+    assert len(first) == 10
+    short, everything = help_text(), help_text(True)
+    assert all(o.names[-1] in short for o in first)
+    assert all(name in everything for o in OPTIONS for name in o.names)
+    assert max(map(len, everything.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [("--help", "--help"), ("--nnodes 1 -h", "-h"), ("s.py --help", None), ("--log-dir -h s", None)],
+)
+def test_help_is_ours_only_before_the_script(words: str, asked: str | None) -> None:
+    assert wants_help(words.split()) == asked
