@@ -1,0 +1,399 @@
+"""The recoveries of one job's workers: events in, a new state and effects out. Pure.
+
+The agent feeds what it sees (deaths, messages of the workers, the clock) and carries out
+the effects. Messages and their order are those of docs/training.md. A worker that never
+said ``hello`` cannot be recovered in place, so for a plain program every fault ends in
+``RestartGroup``.
+
+Times are seconds of one monotonic clock. Every state has an answer to every event, and
+every wait a deadline: ``next_deadline`` says when to send the next ``Tick``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long each wait may last (seconds) and how often a thing may be tried."""
+
+    left: float = 10.0
+    built: float = 60.0
+    good: float = 120.0
+    peer: float = 1.0
+    rounds: int = 6
+    same_step: int = 3
+    in_place: int | None = None
+
+
+# --- events ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The worker of ``rank`` is in its loop; ``waiting``: a replacement, built."""
+
+    rank: int
+    generation: int
+    waiting: bool = False
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process of ``rank`` is dead; ``how`` is a clause for a person."""
+
+    rank: int
+    how: str
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A ``fault`` message; the kinds are those of docs/training.md."""
+
+    rank: int
+    generation: int
+    kind: str
+    text: str
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Left:
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class GoodStep:
+    rank: int
+    generation: int
+    step: int
+    report: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finished:
+    rank: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The clock has passed a deadline (or not: an early tick changes nothing)."""
+
+
+Event = Hello | Died | Fault | Left | GoodStep | Finished | Tick
+
+# --- effects --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Start a new process for ``rank``, as a replacement of generation ``generation``."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """A fresh store for ``generation``; ``leave`` the one before to ``survivors``; ``join`` to all."""
+
+    generation: int
+    survivors: tuple[int, ...]
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End this rank's process with SIGKILL: it is reported dead in turn."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class RestartGroup:
+    """In place is not possible (any more): the whole group is to be started again."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The episode is over: every rank has finished a step in ``generation``."""
+
+    episode: Episode
+    seconds: float
+
+
+Effect = Replace | Regroup | Kill | RestartGroup | Recovered
+
+# --- state ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """What is known of the process that holds a rank."""
+
+    alive: bool = True
+    in_loop: bool = False
+    finished: bool = False
+    left: int = 0
+    good: int = 0
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One recovery. ``phases`` are (name, seconds since it began), in order of time."""
+
+    number: int
+    began: float
+    cause: str
+    strategy: str
+    generation: int
+    round: int = 1
+    replaced: frozenset[int] = frozenset()
+    phases: tuple[tuple[str, float], ...] = ()
+    reports: tuple[tuple[int, Mapping[str, object]], ...] = ()
+    left_by: float | None = None
+    built_by: float | None = None
+    good_by: float | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """The whole job as the agent sees it. ``world`` ranks, all started in ``generation``."""
+
+    world: int
+    generation: int = 1
+    members: tuple[Member, ...] = ()
+    episode: Episode | None = None
+    episodes: int = 0
+    replaced: int = 0
+    suspicion: tuple[float, Fault] | None = None
+    trouble: tuple[int | None, int] = (None, 0)
+    over: str | None = None
+
+    @staticmethod
+    def fresh(world: int, generation: int = 1, before: State | None = None) -> State:
+        """A group just started whole; counts are carried over from ``before``."""
+        members = tuple(Member() for _ in range(world))
+        if before is None:
+            return State(world, generation, members)
+        return State(
+            world,
+            generation,
+            members,
+            episodes=before.episodes,
+            replaced=before.replaced,
+            trouble=before.trouble,
+        )
+
+
+def _with(state: State, rank: int, **changes: object) -> State:
+    members = list(state.members)
+    members[rank] = replace(members[rank], **changes)  # type: ignore[arg-type]
+    return replace(state, members=tuple(members))
+
+
+def next_deadline(state: State) -> float | None:
+    """When the next Tick is due; None while nothing is waited for."""
+    due = []
+    if state.over is None:
+        if state.suspicion:
+            due.append(state.suspicion[0])
+        if state.episode:
+            e = state.episode
+            due += [t for t in (e.left_by, e.built_by, e.good_by) if t is not None]
+    return min(due) if due else None
+
+
+def why_not_in_place(state: State, bounds: Bounds) -> str | None:
+    """Why the living cannot go on without a restart of the group; None: they can."""
+    living = [m for m in state.members if m.alive]
+    if not living:
+        return "no rank is left alive"
+    if any(m.finished for m in state.members):
+        return "a rank had already finished"
+    fresh = state.episode.replaced if state.episode else frozenset()
+    if any(
+        m.alive and not m.in_loop and rank not in fresh for rank, m in enumerate(state.members)
+    ):
+        return "not every rank uses phalanx.training, or is in its loop"
+    if bounds.in_place is not None and state.replaced >= bounds.in_place:
+        return f"all {bounds.in_place} recoveries in place are used"
+    if state.episode and state.episode.round >= bounds.rounds:
+        return f"{state.episode.round} rounds did not end in a good step"
+    if state.trouble[1] >= bounds.same_step:
+        return f"step {state.trouble[0]} failed {state.trouble[1]} times"
+    return None
+
+
+def _give_up(state: State, why: str) -> tuple[State, list[Effect]]:
+    return replace(state, over=why, suspicion=None), [RestartGroup(why)]
+
+
+def _round(
+    state: State, bounds: Bounds, now: float, cause: str, step: int | None
+) -> tuple[State, list[Effect]]:
+    """Begin an episode, or its next round, for all that is dead now."""
+    if state.episode is None and step is not None:
+        same = state.trouble[0] == step
+        state = replace(state, trouble=(step, state.trouble[1] + 1 if same else 1))
+    why = why_not_in_place(state, bounds)
+    if why:
+        return _give_up(state, why)
+    generation = state.generation + 1
+    dead = [rank for rank, m in enumerate(state.members) if not m.alive]
+    survivors = tuple(r for r, m in enumerate(state.members) if m.alive)
+    strategy = "recover-in-place" if dead else "retry"
+    before = state.episode
+    if before is None:
+        episode = Episode(state.episodes + 1, now, cause, strategy, generation)
+    else:
+        stays = before.replaced or dead
+        episode = replace(
+            before,
+            strategy="recover-in-place" if stays else "retry",
+            generation=generation,
+            round=before.round + 1,
+            reports=(),
+        )
+    replaced = (episode.replaced | set(dead)) if dead else episode.replaced
+    waits_for_build = any(
+        r in dead or not state.members[r].in_loop for r in replaced
+    )
+    episode = replace(
+        episode,
+        replaced=replaced,
+        left_by=now + bounds.left,
+        built_by=now + bounds.built if waits_for_build else None,
+        good_by=now + bounds.good,
+    )
+    for rank in dead:
+        state = _with(state, rank, alive=True, in_loop=False, left=generation, good=0)
+    state = replace(
+        state,
+        generation=generation,
+        episode=episode,
+        episodes=episode.number,
+        replaced=state.replaced + len(dead),
+        suspicion=None,
+    )
+    effects: list[Effect] = [Replace(rank, generation) for rank in dead]
+    effects.append(Regroup(generation, survivors, tuple(range(state.world))))
+    return state, effects
+
+
+def _phase(state: State, name: str, now: float) -> State:
+    episode = state.episode
+    assert episode is not None
+    phases = tuple(p for p in episode.phases if p[0] != name)
+    return replace(
+        state, episode=replace(episode, phases=(*phases, (name, now - episode.began)))
+    )
+
+
+def advance(
+    state: State, event: Event, now: float, bounds: Bounds | None = None
+) -> tuple[State, list[Effect]]:
+    """One step of the machine.
+
+    Raises:
+        ValueError: the event names a rank that the job does not have.
+    """
+    bounds = bounds or Bounds()
+    rank = getattr(event, "rank", 0)
+    if not 0 <= rank < state.world:
+        raise ValueError(f"there is no rank {rank}: the world has {state.world}")
+    if state.over is not None:
+        return state, []
+    if isinstance(event, Tick):
+        return _tick(state, now, bounds)
+    if isinstance(event, Died):
+        if not state.members[rank].alive:
+            return state, []
+        state = _with(state, rank, alive=False, in_loop=False)
+        return _round(state, bounds, now, f"rank {rank} {event.how}", event.step)
+    if isinstance(event, Fault):
+        return _fault(state, event, now, bounds)
+    if isinstance(event, Finished):
+        return _with(state, rank, finished=True), []
+    if isinstance(event, Hello):
+        if event.generation > state.generation:
+            return state, []
+        state = _with(state, rank, in_loop=True)
+        e = state.episode
+        if e and e.built_by is not None and all(state.members[r].in_loop for r in e.replaced):
+            state = replace(state, episode=replace(e, built_by=None))
+            state = _phase(state, "replaced", now)
+        return state, []
+    if isinstance(event, Left):
+        # a leave of the generation before the one that is being formed
+        if state.episode is None or event.generation + 1 < state.generation:
+            return state, []
+        state = _with(state, rank, left=state.generation)
+        if all(m.left >= state.generation for m in state.members if m.alive):
+            if state.episode.left_by is not None:
+                state = replace(state, episode=replace(state.episode, left_by=None))
+            state = _phase(state, "left", now)
+        return state, []
+    assert isinstance(event, GoodStep)
+    if event.generation != state.generation or state.episode is None:
+        return state, []
+    state = _with(state, rank, good=event.generation, left=event.generation, in_loop=True)
+    episode = state.episode
+    assert episode is not None
+    reports = (*(r for r in episode.reports if r[0] != rank), (rank, event.report))
+    state = replace(state, episode=replace(episode, reports=reports))
+    if not all(m.good >= state.generation for m in state.members):
+        return state, []
+    state = _phase(state, "first step", now)
+    done = state.episode
+    assert done is not None
+    return replace(state, episode=None), [Recovered(done, now - done.began)]
+
+
+def _fault(
+    state: State, event: Fault, now: float, bounds: Bounds
+) -> tuple[State, list[Effect]]:
+    if event.generation < state.generation or not state.members[event.rank].alive:
+        return state, []  # of a generation that is already being left
+    if event.kind in ("bug", "memory"):
+        return state, []  # its process ends: Died follows
+    if event.kind == "lost-state":
+        return _give_up(state, f"rank {event.rank} found no state to go on from: {event.text}")
+    if event.kind == "peer":
+        if state.suspicion is None:
+            state = replace(state, suspicion=(now + bounds.peer, event))
+        return state, []
+    cause = f"rank {event.rank} reported a {event.kind} fault: {event.text}"
+    return _round(state, bounds, now, cause, event.step)
+
+
+def _tick(state: State, now: float, bounds: Bounds) -> tuple[State, list[Effect]]:
+    if state.suspicion and now >= state.suspicion[0]:
+        fault = state.suspicion[1]
+        cause = f"rank {fault.rank} lost a peer that lives: {fault.text}"
+        return _round(replace(state, suspicion=None), bounds, now, cause, fault.step)
+    e = state.episode
+    if e is None:
+        return state, []
+    if e.left_by is not None and now >= e.left_by:
+        late = [r for r, m in enumerate(state.members) if m.alive and m.left < state.generation]
+        state = replace(state, episode=replace(e, left_by=None))
+        return state, [
+            Kill(r, f"did not leave its step within {bounds.left:g} s") for r in late
+        ]
+    if e.built_by is not None and now >= e.built_by:
+        late = [r for r in e.replaced if not state.members[r].in_loop]
+        state = replace(state, episode=replace(e, built_by=None))
+        return state, [
+            Kill(r, f"was not ready within {bounds.built:g} s") for r in sorted(late)
+        ]
+    if e.good_by is not None and now >= e.good_by:
+        return _give_up(state, f"no good step within {bounds.good:g} s of the fault")
+    return state, []

@@ -1,0 +1,180 @@
+"""The agent's recovery machine: walks, then a seeded simulation with hypothesis."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.recovery.episode import (
+    Bounds,
+    Died,
+    Event,
+    Fault,
+    Finished,
+    GoodStep,
+    Hello,
+    Kill,
+    Left,
+    Recovered,
+    Regroup,
+    Replace,
+    RestartGroup,
+    State,
+    Tick,
+    advance,
+    next_deadline,
+)
+
+W = 4
+
+
+def in_loop(world: int = W) -> State:
+    state = State.fresh(world)
+    for rank in range(world):
+        state, effects = advance(state, Hello(rank, 1), 0.0)
+        assert effects == []
+    return state
+
+
+def walk(state: State, *events: tuple[float, Event]) -> tuple[State, list[object]]:
+    effects: list[object] = []
+    for now, event in events:
+        state, more = advance(state, event, now)
+        effects += more
+    return state, effects
+
+
+def test_one_death_is_replaced_and_the_others_stay() -> None:
+    state, effects = walk(in_loop(), (1.0, Died(2, "was killed by SIGKILL", 51)))
+    assert effects == [Replace(2, 2), Regroup(2, (0, 1, 3), (0, 1, 2, 3))]
+    events = [(1.01, Left(r, 1)) for r in (0, 1, 3)] + [(1.05, Hello(2, 2, True))]
+    events += [(1.1, GoodStep(r, 2, 52)) for r in range(W)]
+    state, effects = walk(state, *events)
+    (over,) = effects
+    assert isinstance(over, Recovered)
+    assert round(over.seconds, 3) == 0.1
+    assert [p[0] for p in over.episode.phases] == ["left", "replaced", "first step"]
+    assert over.episode.strategy == "recover-in-place"
+    assert state.episode is None
+    assert next_deadline(state) is None
+
+
+def test_a_plain_program_is_restarted_whole() -> None:
+    _, effects = walk(State.fresh(W), (1.0, Died(0, "x")))
+    assert len(effects) == 1
+    assert isinstance(effects[0], RestartGroup)
+
+
+def test_a_device_fault_is_retried_without_a_new_process() -> None:
+    _, effects = walk(in_loop(), (1.0, Fault(1, 1, "device", "ECC")))
+    assert effects == [Regroup(2, (0, 1, 2, 3), (0, 1, 2, 3))]
+
+
+def test_a_lost_peer_waits_for_the_death_it_announces() -> None:
+    state, effects = walk(in_loop(), (1.0, Fault(1, 1, "peer", "closed")))
+    assert effects == []
+    assert next_deadline(state) == 2.0
+    _, died = walk(state, (1.2, Died(2, "x")))
+    assert died[0] == Replace(2, 2)
+    _, alone = walk(state, (2.0, Tick()))
+    assert alone == [Regroup(2, (0, 1, 2, 3), (0, 1, 2, 3))]
+
+
+def test_a_second_death_starts_the_next_round() -> None:
+    state, _ = walk(in_loop(), (1.0, Died(2, "x")))
+    state, effects = walk(state, (1.05, Died(0, "x")))
+    assert effects == [Replace(0, 3), Regroup(3, (1, 2, 3), (0, 1, 2, 3))]
+    late, effects = walk(state, (1.06, GoodStep(1, 2, 9)))
+    assert effects == []
+    assert late.episode is not None
+    assert late.episode.replaced == {0, 2}
+
+
+def test_a_replacement_that_dies_is_replaced_again() -> None:
+    state, _ = walk(in_loop(), (1.0, Died(2, "x")))
+    _, effects = walk(state, (1.05, Died(2, "x")))
+    assert effects == [Replace(2, 3), Regroup(3, (0, 1, 3), (0, 1, 2, 3))]
+
+
+def test_who_does_not_leave_is_killed_and_counted() -> None:
+    state, _ = walk(in_loop(), (1.0, Died(2, "x")), (1.1, Left(0, 1)), (1.1, Left(1, 1)))
+    state, effects = walk(state, (11.0, Tick()))
+    assert effects == [Kill(3, "did not leave its step within 10 s")]
+    _, effects = walk(state, (11.1, Died(3, "x")))
+    assert effects[0] == Replace(3, 3)
+
+
+def test_no_good_step_in_time_restarts_the_group() -> None:
+    state, _ = walk(in_loop(), (1.0, Died(2, "x")), *[(1.1, Left(r, 1)) for r in (0, 1, 3)])
+    state, _ = walk(state, (1.2, Hello(2, 2, True)))
+    _, effects = walk(state, (121.0, Tick()))
+    assert effects == [RestartGroup("no good step within 120 s of the fault")]
+
+
+def test_the_same_step_again_and_again_is_not_retried_for_ever() -> None:
+    state = in_loop()
+    now = 1.0
+    for _ in range(10):
+        state, effects = advance(state, Fault(1, state.generation, "device", "ECC", 7), now)
+        if isinstance(effects[0], RestartGroup):
+            break
+        for rank in range(W):
+            state, _ = advance(state, GoodStep(rank, state.generation, 7), now)
+        now += 1
+    assert effects == [RestartGroup("step 7 failed 3 times")]
+
+
+def test_after_a_finish_in_place_is_over() -> None:
+    _, effects = walk(in_loop(), (1.0, Finished(0)), (1.1, Died(1, "x")))
+    assert isinstance(effects[0], RestartGroup)
+
+
+def test_stale_words_change_nothing() -> None:
+    state, _ = walk(in_loop(), (1.0, Died(2, "x")))
+    for event in (Fault(1, 1, "device", "old"), GoodStep(1, 1, 3), Hello(1, 9), Left(1, 0)):
+        after, effects = advance(state, event, 1.5)
+        assert effects == []
+        assert after == state
+
+
+KINDS = ["device", "network", "peer", "memory", "bug", "regroup", "lost-state"]
+events = st.one_of(
+    st.builds(Died, st.integers(0, W - 1), st.just("x"), st.none() | st.integers(0, 5)),
+    st.builds(
+        Fault, st.integers(0, W - 1), st.integers(0, 8), st.sampled_from(KINDS), st.just("t")
+    ),
+    st.builds(Hello, st.integers(0, W - 1), st.integers(0, 8), st.booleans()),
+    st.builds(Left, st.integers(0, W - 1), st.integers(0, 8)),
+    st.builds(GoodStep, st.integers(0, W - 1), st.integers(0, 8), st.integers(0, 5)),
+    st.builds(Finished, st.integers(0, W - 1)),
+    st.just(Tick()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 20), events), max_size=60), st.booleans())
+def test_any_order_of_events(steps: list[tuple[float, Event]], loop: bool) -> None:
+    state = in_loop() if loop else State.fresh(W)
+    now, generation, restarts = 1.0, 1, 0
+    for wait, event in steps:
+        now += wait
+        state, effects = advance(state, event, now)
+        assert state.generation >= generation, "a generation never goes back"
+        generation = state.generation
+        restarts += sum(isinstance(e, RestartGroup) for e in effects)
+        for effect in effects:
+            if isinstance(effect, Regroup):
+                assert effect.generation == state.generation
+                assert effect.members == tuple(range(W)), "every rank is held once"
+    assert restarts == (state.over is not None), "given up once at most, and said"
+    # every wait ends: with the clock alone the episode is over after finitely many ticks
+    for _ in range(50):
+        due = next_deadline(state)
+        if due is None:
+            break
+        now = max(now, due)
+        state, effects = advance(state, Tick(), now)
+        for effect in effects:
+            if isinstance(effect, Kill):
+                state, _ = advance(state, Died(effect.rank, effect.why), now)
+    assert next_deadline(state) is None
