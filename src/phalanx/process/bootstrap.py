@@ -1,0 +1,603 @@
+"""Turns a forked child of the keeper into what a fresh interpreter would be.
+
+A warm worker must not be told from ``python -u script args``: same arguments, search path,
+``__main__``, streams, signals, tracebacks, exit status. `become` arranges that and then runs
+the program. It ends by leaving the main module of the keeper's own interpreter, so that
+threads are joined, ``atexit`` handlers run and streams are flushed by the interpreter itself.
+
+The rule about state: what *imports* changed stays, since the program's own imports would have
+changed it as well; what the *keeper* changed is undone.
+
+How a keeper uses it::
+
+    def main() -> None:                      # called from the keeper's main module
+        bootstrap.host(loop)
+
+    def loop() -> int:                       # the keeper; its result is its exit status
+        ...
+        if os.fork() == 0:
+            ...                              # descriptors, signals, session
+            raise bootstrap.Become(program, env, cwd=cwd, on_finish=page.finish)
+
+`Become` unwinds the keeper's stack in the child (so ``finally`` blocks and ``with`` statements
+of the keeper run there: they must not touch what parent and child share) and the program runs
+with three frames of ours below it. The keeper is to be started with the interpreter and the
+flags that the program's command names (``-u`` above all), for ``sys.flags`` cannot be changed,
+and with standard output unwritten. Handlers of ours in the keeper (signals, ``atexit``) are
+undone if they are functions of this package; a signal that the keeper ignores it has to restore
+itself, because an ignored signal is also what a fresh process inherits.
+
+Known differences that stay: the workers of one keeper share one hash seed (unless
+``PYTHONHASHSEED`` is set); what imports write to the terminal is seen once, by the keeper, and
+not by each worker; modules are in ``sys.modules`` before the program imports them;
+``warnings.warn`` with a ``stacklevel`` beyond the program's first frame names a file of ours.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from phalanx.process.program import Program
+
+_PACKAGE = __name__.partition(".")[0]
+_TEXT_LIMIT = 256 * 1024  # characters of a message or call stack in an error file
+
+
+class Become(BaseException):  # noqa: N818 - it is an order, not an error
+    """Raised in a forked child to unwind the keeper's stack; see `host` and `become`."""
+
+    def __init__(
+        self,
+        program: Program,
+        env: Mapping[str, str],
+        cwd: str | None = None,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__("a keeper's child leaves the keeper's loop")
+        self.program = program
+        self.env = env
+        self.cwd = cwd
+        self.on_finish = on_finish
+
+
+def host(loop: Callable[[], int]) -> NoReturn:
+    """Run a keeper's loop, and the program in each child that leaves it by `Become`.
+
+    Ends by SystemExit with the loop's status in the keeper. To be called from the main
+    module, outside of any ``except`` or ``finally`` block: the program would otherwise see
+    an exception being handled.
+    """
+    order: Become | None = None
+    status = 0
+    try:
+        status = loop()
+    except Become as request:
+        order = request
+    if order is None:
+        raise SystemExit(status)
+    program, env, cwd, on_finish = order.program, order.env, order.cwd, order.on_finish
+    order.__traceback__ = None
+    del order
+    become(program, env, cwd, on_finish)
+
+
+def become(
+    program: Program,
+    env: Mapping[str, str],
+    cwd: str | None = None,
+    on_finish: Callable[[int], None] | None = None,
+) -> NoReturn:
+    """Be ``program`` with the complete environment ``env``, in the directory ``cwd`` if given.
+
+    Runs in a forked child whose descriptors 0 to 2, session and ignored signals are already
+    the program's. Never returns: it raises SystemExit, or KeyboardInterrupt, which the caller
+    lets through to the end of the main module. ``on_finish(status)`` is called as the last of
+    the ``atexit`` handlers, when the program has ended by itself, with its status as
+    `subprocess` has it (-2 after an uncaught KeyboardInterrupt); not after ``os._exit`` or a
+    signal. Raises ValueError for a program that is no Python program and OSError when ``cwd``
+    cannot be entered.
+    """
+    if not program.warmable:
+        raise ValueError(f"a warm process cannot become {program.argv[0]!r}: not a Python program")
+    if cwd is not None:
+        os.chdir(cwd)
+    _end.begin(on_finish)
+    _environment(env)
+    _arguments(program)
+    _signals()
+    _streams(unbuffered=_asks_unbuffered(program) or bool(env.get("PYTHONUNBUFFERED")))
+    _libraries()
+    _forget_ourselves()
+    _show_as(program, env)
+    if program.module is not None:
+        search_path.first = _working_directory()
+        main = _fresh_main()
+        status = _run_module(program.module, alter_argv=True)
+    else:
+        assert program.script is not None
+        status = _start_script(program.script)
+        main = sys.modules.get("__main__")
+    del main
+    _end.leave(status)
+
+
+# ---------------------------------------------------------------------------------------
+# What surrounds the program
+# ---------------------------------------------------------------------------------------
+
+
+class SearchPath:
+    """The entry that the interpreter puts before all others on ``sys.path``.
+
+    It is the keeper's own at first, the program's while modules are preloaded (a module
+    beside the script must shadow an installed one in both), then the program's for good.
+    """
+
+    def __init__(self) -> None:
+        self._safe = bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
+        self._first = None if self._safe or not sys.path else sys.path[0]
+
+    @property
+    def first(self) -> str | None:
+        return self._first
+
+    @first.setter
+    def first(self, value: str | None) -> None:
+        self._replace(None if self._safe else value)
+
+    def force(self, value: str) -> None:
+        """Set it for a directory or archive that is run itself: there a safe path has no say."""
+        self._replace(value)
+
+    def _replace(self, value: str | None) -> None:
+        at = 0
+        if self._first is not None and self._first in sys.path:
+            at = sys.path.index(self._first)
+            del sys.path[at]
+        if value is not None:
+            sys.path.insert(at, value)
+        self._first = value
+
+
+search_path = SearchPath()
+
+
+def script_directory(script: str) -> str:
+    """What the interpreter puts first on ``sys.path`` for a script: links are followed."""
+    try:
+        return os.path.dirname(os.path.realpath(script, strict=True))
+    except OSError:
+        return os.path.dirname(script)
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None
+
+
+def _asks_unbuffered(program: Program) -> bool:
+    for word in program.argv[1:]:
+        if not word.startswith("-") or word == "-m":
+            return False
+        if not word.startswith("--") and "u" in word:
+            return True
+    return False
+
+
+def _environment(env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    for name, value in _inherited.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    # What a reloaded `os` would read.
+    snapshot = sys.modules["posix"].environ
+    snapshot.clear()
+    snapshot.update({os.fsencode(k): os.fsencode(v) for k, v in env.items()})
+
+
+def _arguments(program: Program) -> None:
+    sys.argv[:] = [program.script if program.script is not None else "-m", *program.args]
+    sys.orig_argv = list(program.argv)
+
+
+def _is_ours(function: object) -> bool:
+    module = getattr(function, "__module__", None)
+    return isinstance(module, str) and (module + ".").startswith(_PACKAGE + ".")
+
+
+def _signals() -> None:
+    import signal
+
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler) and not isinstance(handler, signal.Handlers) and _is_ours(handler):
+            default = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if default else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _streams(unbuffered: bool) -> None:
+    """Make the standard streams anew on descriptors 0 to 2, as ``create_stdio`` does.
+
+    The objects stay the same where they can: log handlers that were made by an import hold
+    on to them.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        dunder = f"__{name}__"
+        old = getattr(sys, dunder)
+        current = getattr(sys, name)
+        try:
+            os.fstat(fd)
+        except OSError:
+            new = None
+        else:
+            new = _stream(fd, name, old, unbuffered)
+        setattr(sys, dunder, new)
+        if current is old or current is None:
+            setattr(sys, name, new)
+
+
+def _stream(fd: int, name: str, old: object, unbuffered: bool) -> io.TextIOWrapper:
+    writes = fd != 0
+    raw_write = writes and unbuffered
+    buffer: Any = open(fd, "wb" if writes else "rb", 0 if raw_write else -1, closefd=False)
+    raw = buffer if raw_write else buffer.raw
+    raw.name = f"<{name}>"
+    like = next(
+        (s for s in (old, sys.__stdin__, sys.__stdout__, sys.__stderr__) if s is not None), None
+    )
+    encoding = getattr(like, "encoding", None) or "utf-8"
+    if fd == 2:
+        errors = "backslashreplace"
+    else:
+        errors = getattr(like, "errors", None) or "strict"
+        if errors == "backslashreplace":
+            errors = "strict"
+    kinds: dict[str, Any] = {
+        "encoding": encoding,
+        "errors": errors,
+        "newline": "\n",
+        "line_buffering": not unbuffered and (raw.isatty() or fd == 2),
+        "write_through": unbuffered,
+    }
+    if type(old) is io.TextIOWrapper:
+        stream = old
+        stream.__init__(buffer, **kinds)  # type: ignore[misc]
+    else:
+        stream = io.TextIOWrapper(buffer, **kinds)
+    stream.mode = "w" if writes else "r"  # type: ignore[misc]
+    return stream
+
+
+def _libraries() -> None:
+    """What lives in modules that are loaded and differs between processes."""
+    import importlib
+    import threading
+
+    main_thread = threading.main_thread()
+    if hasattr(main_thread, "_set_native_id"):
+        main_thread._set_native_id()
+    importlib.invalidate_caches()
+    loaded = sys.modules
+    if (linecache := loaded.get("linecache")) is not None:
+        linecache.clearcache()
+    if (tempfile := loaded.get("tempfile")) is not None:
+        tempfile.tempdir = None  # TMPDIR may be another one
+    if (process := loaded.get("multiprocessing.process")) is not None:
+        # A fresh key and name counter; `spawn` starts its children in the directory that was
+        # current when multiprocessing was imported.
+        process._current_process = process._MainProcess()
+        process._parent_process = None
+        process._process_counter = itertools.count(1)
+        process._children = set()
+        process.ORIGINAL_DIR = _working_directory()
+    if (random := loaded.get("numpy.random")) is not None:
+        # Python's own generator is reseeded by fork, torch's is the same in every fresh
+        # process; numpy's would repeat itself in all children of one keeper.
+        random.seed()
+
+
+_kept: list[object] = []  # what a running frame of the interpreter may still point at
+_inherited: dict[str, str | None] = {}
+_stay = False
+
+
+def inherit(environment: Mapping[str, str | None], ourselves: bool) -> None:
+    """Told by the preloading keeper: what imports did that each worker's imports would do.
+
+    ``environment``: variables they set (None: removed). ``ourselves``: the program imports
+    this package, so its modules stay loaded.
+    """
+    global _stay
+    _inherited.update(environment)
+    _stay = _stay or ourselves
+
+
+def _forget_ourselves() -> None:
+    """Take our modules out of ``sys.modules``, unless the program's imports asked for them."""
+    if _stay:
+        return
+    for name in [n for n in sys.modules if (n + ".").startswith(_PACKAGE + ".")]:
+        _kept.append(sys.modules.pop(name))
+
+
+def _show_as(program: Program, env: Mapping[str, str]) -> None:
+    """Hook for what ``ps`` shows; see `phalanx.process.title`."""
+
+
+# ---------------------------------------------------------------------------------------
+# The program itself
+# ---------------------------------------------------------------------------------------
+
+
+def _fresh_main() -> ModuleType:
+    import builtins
+    from importlib.machinery import BuiltinImporter
+
+    _kept.append(sys.modules.get("__main__"))
+    main = ModuleType("__main__")
+    main.__dict__.update(
+        __loader__=BuiltinImporter, __annotations__={}, __builtins__=builtins, __spec__=None
+    )
+    sys.modules["__main__"] = main
+    return main
+
+
+def _start_script(script: str) -> BaseException | int:
+    import pkgutil
+
+    try:
+        importer = pkgutil.get_importer(script)
+    except Exception:
+        importer = None
+    if importer is not None:  # a directory or an archive with a __main__ in it
+        search_path.force(script)
+        _fresh_main()
+        return _run_module("__main__", alter_argv=False)
+    search_path.first = script_directory(script)
+    path = script if os.path.isabs(script) else os.path.join(os.getcwd(), script)
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        print(
+            f"{sys.orig_argv[0]}: can't open file {path!r}: "
+            f"[Errno {error.errno}] {os.strerror(error.errno or 0)}",
+            file=sys.stderr,
+        )
+        return 2
+    main = _fresh_main()
+    return _run_source(source, path, main)
+
+
+def _run_source(source: bytes, path: str, main: ModuleType) -> BaseException | int:
+    from importlib.machinery import SourceFileLoader
+
+    space = main.__dict__
+    space.update(__loader__=SourceFileLoader("__main__", path), __file__=path, __cached__=None)
+    try:
+        exec(compile(source, path, "exec", dont_inherit=True), space)
+    except BaseException as error:
+        failure: BaseException | int = _without_our_frame(error)
+    else:
+        failure = 0
+    if not isinstance(failure, SystemExit):
+        failure = _report(failure)
+        for name in ("__file__", "__cached__"):  # as the interpreter does
+            space.pop(name, None)
+    return failure
+
+
+def _run_module(module: str, *, alter_argv: bool) -> BaseException | int:
+    import runpy
+
+    try:
+        runpy._run_module_as_main(module, alter_argv)  # type: ignore[attr-defined]
+    except BaseException as error:
+        failure: BaseException | int = _without_our_frame(error)
+    else:
+        failure = 0
+    return failure if isinstance(failure, SystemExit) else _report(failure)
+
+
+def _without_our_frame(error: BaseException) -> BaseException:
+    """The error with a traceback that begins at the program (one frame further in)."""
+    first = error.__traceback__
+    return error.with_traceback(first.tb_next if first is not None else None)
+
+
+def _report(failure: BaseException | int) -> BaseException | int:
+    """Show an uncaught error as the interpreter does and return what the process ends with."""
+    if not isinstance(failure, BaseException):
+        return failure
+    if _end.in_worker() and not isinstance(failure, KeyboardInterrupt):
+        write_error_file(failure)
+    hook_exit = _print_error(failure)
+    if hook_exit is not None:
+        return hook_exit
+    return failure if isinstance(failure, KeyboardInterrupt) else 1
+
+
+def _print_error(error: BaseException) -> SystemExit | None:
+    """PyErr_Print. Returns the SystemExit that the program's hook raised, if it did."""
+    kind, trace = type(error), error.__traceback__
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    hook = getattr(sys, "excepthook", None)
+    sys.audit("sys.excepthook", hook, kind, error, trace)
+    if hook is None:
+        print("sys.excepthook is missing", file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
+        return None
+    second: BaseException | None = None
+    try:
+        hook(kind, error, trace)
+    except BaseException as raised:
+        second = _without_our_frame(raised)
+    if isinstance(second, SystemExit):
+        return second
+    if second is not None:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(second), second, second.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
+    return None
+
+
+def write_error_file(error: BaseException) -> bool:
+    """Leave the error where the elastic contract wants it, unless somebody already has.
+
+    Path: ``TORCHELASTIC_ERROR_FILE``; nothing happens when it is unset or empty. Appears at
+    once and complete; an existing file is left alone. True if it was written. No error of
+    its own leaves this function.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return False
+    now = time.time_ns()
+    try:
+        import traceback
+
+        try:
+            text = str(error)
+        except Exception:
+            text = "<the exception's text could not be made>"
+        stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        record = {
+            "message": {
+                "message": f"{type(error).__name__}: {text[:_TEXT_LIMIT]}",
+                "extraInfo": {
+                    "py_callstack": stack[-_TEXT_LIMIT:],
+                    "timestamp": str(now // 1_000_000_000),
+                    "timestamp_ns": str(now),
+                },
+            }
+        }
+        draft = f"{path}.{os.getpid()}.tmp"
+        with open(draft, "x", encoding="utf-8") as file:
+            json.dump(record, file)
+        try:
+            os.link(draft, path)  # unlike rename it never replaces a file
+        finally:
+            os.unlink(draft)
+    except Exception:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------
+# The end
+# ---------------------------------------------------------------------------------------
+
+
+class _End:
+    """What remains to be said when the program has ended.
+
+    Registered with ``atexit`` when this module is imported, that is before the program's own
+    imports register anything: the first to register is the last to be called.
+    """
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._status: int | None = None
+        self._on_finish: Callable[[int], None] | None = None
+        atexit.register(self._last)
+
+    def begin(self, on_finish: Callable[[int], None] | None) -> None:
+        self._pid = os.getpid()
+        self._status = None
+        self._on_finish = on_finish
+
+    def in_worker(self) -> bool:
+        """False in a process that the program itself forked and that runs on to the end."""
+        return os.getpid() == self._pid
+
+    def leave(self, failure: BaseException | int) -> NoReturn:
+        if isinstance(failure, SystemExit):
+            self._status = _status_of(failure.code)
+            raise failure
+        if isinstance(failure, KeyboardInterrupt):
+            # The interpreter turns one that reaches the top into a death by SIGINT, after
+            # all else is done. It was already shown: keep the interpreter from doing it again.
+            self._status = -2
+            _once_silent()
+            raise failure
+        assert isinstance(failure, int)
+        self._status = failure
+        raise SystemExit(failure)
+
+    def _last(self) -> None:
+        if self._on_finish is not None and self._status is not None and self.in_worker():
+            self._on_finish(self._status)
+
+
+def _status_of(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    return 1
+
+
+def _once_silent() -> None:
+    hook, last = sys.excepthook, (sys.last_type, sys.last_value, sys.last_traceback)
+
+    def silent(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        sys.excepthook = hook
+        sys.last_type, sys.last_value, sys.last_traceback = last
+        error.__traceback__ = last[2]
+
+    sys.excepthook = silent
+
+
+_end = _End()
+
+
+def unlike(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Sequence[str]:
+    """Names of variables that take effect only when an interpreter or a library starts.
+
+    ``ours`` is the keeper's environment, ``theirs`` the worker's. A program whose environment
+    differs in one of these cannot be warm: it would silently run with the keeper's value.
+    """
+    names = {n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n)}
+    return sorted(n for n in names if read_at_start(n))
+
+
+_AT_START = (
+    "PYTHON",
+    "LD_",
+    "MALLOC_",
+    "GLIBC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "GOTO_",
+    "BLIS_",
+    "NUMEXPR_",
+    "LC_",
+)
+
+
+def read_at_start(name: str) -> bool:
+    """Whether changing this variable after the imports would come too late."""
+    return name == "LANG" or name.startswith(_AT_START)
