@@ -1,0 +1,1 @@
+"""Evidence of hung workers: where every thread of a process stands (``stacks``)."""
