@@ -52,7 +52,7 @@ _PACKAGE = __name__.partition(".")[0]
 _TEXT_LIMIT = 256 * 1024  # characters of a message or call stack in an error file
 
 
-class Become(BaseException):  # noqa: N818 - it is an order, not an error
+class Become(BaseException):
     """Raised in a forked child to unwind the keeper's stack; see `host` and `become`."""
 
     def __init__(
@@ -120,14 +120,12 @@ def become(
     _show_as(program, env)
     if program.module is not None:
         search_path.first = _working_directory()
-        main = _fresh_main()
-        status = _run_module(program.module, alter_argv=True)
+        _fresh_main()
+        ending = _run_module(program.module, alter_argv=True)
     else:
         assert program.script is not None
-        status = _start_script(program.script)
-        main = sys.modules.get("__main__")
-    del main
-    _end.leave(status)
+        ending = _start_script(program.script)
+    _end.leave(ending)
 
 
 # ---------------------------------------------------------------------------------------
@@ -293,7 +291,7 @@ def _libraries() -> None:
     if hasattr(main_thread, "_set_native_id"):
         main_thread._set_native_id()
     importlib.invalidate_caches()
-    loaded = sys.modules
+    loaded: dict[str, Any] = {**sys.modules}
     if (linecache := loaded.get("linecache")) is not None:
         linecache.clearcache()
     if (tempfile := loaded.get("tempfile")) is not None:
@@ -307,9 +305,11 @@ def _libraries() -> None:
         process._children = set()
         process.ORIGINAL_DIR = _working_directory()
     if (random := loaded.get("numpy.random")) is not None:
-        # Python's own generator is reseeded by fork, torch's is the same in every fresh
-        # process; numpy's would repeat itself in all children of one keeper.
+        # Python's own generator is reseeded by fork; these would repeat themselves in all
+        # children of one keeper. A fresh process seeds all of them from the system.
         random.seed()
+    if (torch := loaded.get("torch")) is not None:
+        torch.default_generator.seed()
 
 
 _kept: list[object] = []  # what a running frame of the interpreter may still point at

@@ -118,14 +118,15 @@ class PreloadPlan:
     ``modules`` in this order; ``optimizer_step``: run one step of a torch optimizer, which
     pulls in what torch loads at a program's first step (about 2 s of it); ``why`` for a
     person; ``first_path`` is what the program has first on ``sys.path``; ``environment`` are
-    variables that the program sets before it imports, and that imports read.
+    variables that the program sets before it imports what reads them (name, value, whether
+    only as a default).
     """
 
     modules: tuple[str, ...] = ()
     optimizer_step: bool = False
     why: str = ""
     first_path: str | None = None
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str, bool], ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -144,7 +145,9 @@ class PreloadPlan:
                 optimizer_step=bool(data.get("optimizer_step", False)),
                 why=_text(data.get("why", "")),
                 first_path=None if (p := data.get("first_path")) is None else _text(p),
-                environment=tuple((_text(k), _text(v)) for k, v in data.get("environment", ())),
+                environment=tuple(
+                    (_text(k), _text(v), bool(d)) for k, v, d in data.get("environment", ())
+                ),
             )
         except TypeError as error:
             raise ValueError(f"not a preload plan: {error}") from None
@@ -166,16 +169,20 @@ def plan_for(scan: ImportScan, extra: Sequence[str] = (), auto: bool = False) ->
     if scan.changes_path:
         for name in sorted(chosen - {"torch", "numpy"}):
             left_out[name] = "the program changes sys.path, so it may mean another package"
-    for setting in scan.environment:
-        readers = _readers(setting.name) & chosen
-        if setting.value is None:
-            for name in sorted(readers):
-                left_out.setdefault(
-                    name,
-                    f"the program sets {setting.name} itself ({setting.where}), which is read "
-                    f"when {name} is imported; set it in the environment instead",
-                )
-    if left_out.keys() & {"torch"}:
+    used: dict[str, tuple[str, str, bool]] = {}
+    for setting in scan.settings:
+        readers = {n for n in _readers(setting.name) & chosen if setting.line < _loaded(n, scan)}
+        if setting.value is not None:
+            if readers:
+                used[setting.name] = (setting.name, setting.value, setting.default)
+            continue
+        for name in sorted(readers):
+            left_out.setdefault(
+                name,
+                f"the program sets {setting.name} ({setting.where}), which is read when {name} "
+                "is imported; set it in the environment instead",
+            )
+    if "torch" in left_out:
         for name in chosen & _NEEDS_TORCH:
             left_out.setdefault(name, "it imports torch")
     chosen -= left_out.keys()
@@ -195,13 +202,12 @@ def plan_for(scan: ImportScan, extra: Sequence[str] = (), auto: bool = False) ->
     wanted += extra
     modules = tuple(dict.fromkeys(wanted))
     step = scan.uses_optimizer and "torch" in modules
-    used = tuple((s.name, s.value) for s in scan.environment if s.value is not None)
     return PreloadPlan(
         modules=modules,
         optimizer_step=step,
         why=_explain(scan, modules, step, left_out),
         first_path=scan.first_path,
-        environment=used if modules else (),
+        environment=tuple(used.values()) if modules else (),
     )
 
 
@@ -210,6 +216,14 @@ def _readers(variable: str) -> frozenset[str]:
         if variable.startswith(prefixes):
             return packages
     return frozenset()
+
+
+def _loaded(name: str, scan: ImportScan) -> float:
+    """The line of the main file at which a package is imported at the latest."""
+    carriers = {name}
+    if name in ("torch", "numpy"):
+        carriers |= _NEEDS_TORCH | {"torch"}
+    return min((scan.lines[c] for c in carriers if c in scan.lines), default=float("inf"))
 
 
 def _dotted(names: Iterable[str]) -> tuple[str, ...]:
@@ -291,10 +305,10 @@ def perform(plan: PreloadPlan) -> PreloadReport:
     """Import what the plan says, here, and find out whether this process can still be forked.
 
     Never raises for what an import does, SystemExit included. What imports print is kept
-    from the standard streams. Leaves random generators as in a fresh process, and the
-    garbage collector's objects frozen, so that collections in workers leave their pages
-    shared. Uses the environment as it is: variables such as ``OMP_NUM_THREADS`` have to be
-    there before.
+    from the standard streams. Leaves the garbage collector's objects frozen, so that
+    collections in workers leave their pages shared. Random generators are no concern here:
+    each worker seeds them anew. Uses the environment as it is: variables such as
+    ``OMP_NUM_THREADS`` have to be there before.
     """
     import gc
 
@@ -303,14 +317,16 @@ def perform(plan: PreloadPlan) -> PreloadReport:
     started = time.monotonic()
     if plan.empty:
         return PreloadReport()
-    if not bootstrap.search_path.first == plan.first_path and plan.first_path is not None:
+    if plan.first_path is not None:
         bootstrap.search_path.first = plan.first_path
     before = _Surroundings.now()
     environment = dict(os.environ)
     # torch asks the driver's management library, not the driver, whether there is a device:
     # the driver, once asked, does not survive a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    os.environ.update(plan.environment)
+    for variable, value, default in plan.environment:
+        if not (default and variable in os.environ):
+            os.environ[variable] = value
     asked = dict(os.environ)
     failed: dict[str, str] = {}
     imported: list[str] = []
@@ -388,7 +404,6 @@ def _optimizer_step() -> None:
     """
     import torch
 
-    random_state = torch.get_rng_state()
     available = torch.cuda.is_available
     # The step asks it, to see whether it is being recorded. The answer may initialise.
     torch.cuda.is_available = lambda: False
@@ -400,7 +415,6 @@ def _optimizer_step() -> None:
         optimizer.zero_grad()
     finally:
         torch.cuda.is_available = available
-        torch.set_rng_state(random_state)
 
 
 @contextmanager
