@@ -13,8 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from phalanx.process.scan import ImportScan
@@ -32,7 +31,7 @@ _TRIAL_SECONDS = 20.0
 # jax, tensorflow, ray, grpc (threads at import), deepspeed, flash_attn, xformers, bitsandbytes,
 # apex, transformer_engine (look at the device when imported), wandb, mlflow (services), cv2,
 # matplotlib (gain little, keep state outside of the process).
-_PACKAGES = frozenset(
+PACKAGES = frozenset(
     {
         "accelerate",
         "datasets",
@@ -96,7 +95,7 @@ _NEEDS_TORCH = TRAINERS | {"torchvision", "torchaudio", "torchdata", "torchmetri
 _READ_BY: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (
         ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "MALLOC_", "LD_"),
-        _PACKAGES,
+        PACKAGES,
     ),
     (
         ("TORCH", "PYTORCH_", "TRITON_", "ATEN_", "GLOO_"),
@@ -111,8 +110,7 @@ _READ_BY: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class PreloadPlan:
+class PreloadPlan(NamedTuple):
     """What to import before forking.
 
     ``modules`` in this order; ``optimizer_step``: run one step of a torch optimizer, which
@@ -133,7 +131,7 @@ class PreloadPlan:
         return not self.modules
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(self._asdict())
 
     @classmethod
     def from_json(cls, text: str) -> PreloadPlan:
@@ -163,7 +161,7 @@ def plan_for(scan: ImportScan, extra: Sequence[str] = (), auto: bool = False) ->
     local = scan.local
     wanted: list[str] = []
     left_out: dict[str, str] = {}
-    chosen = {n for n in scan.imports - local if n in _PACKAGES}
+    chosen = {n for n in scan.imports - local if n in PACKAGES}
     if chosen & _NEEDS_TORCH:
         chosen.add("torch")
     if scan.changes_path:
@@ -251,8 +249,7 @@ def _explain(
 # ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PreloadReport:
+class PreloadReport(NamedTuple):
     """What came of a plan.
 
     ``imported``: the modules of the plan that are there; ``failed``: the others, each with its
@@ -262,14 +259,14 @@ class PreloadReport:
     """
 
     imported: tuple[str, ...] = ()
-    failed: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = {}
     safe: bool = True
     why_not: str = ""
     seconds: float = 0.0
     output: str = ""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(self._asdict())
 
     @classmethod
     def from_json(cls, text: str) -> PreloadReport:
@@ -288,9 +285,9 @@ class PreloadReport:
             raise ValueError(f"not a preload report: {error}") from None
 
 
-def _object(text: str, cls: type) -> dict[str, Any]:
+def _object(text: str, cls: type[PreloadPlan | PreloadReport]) -> dict[str, Any]:
     data = json.loads(text)
-    if not isinstance(data, dict) or not data.keys() <= {f.name for f in fields(cls)}:
+    if not isinstance(data, dict) or not data.keys() <= set(cls._fields):
         raise ValueError(f"not a {cls.__name__}: {text[:80]!r}")
     return data
 
@@ -376,13 +373,7 @@ def _import(name: str) -> Callable[[], object]:
     def act() -> None:
         import importlib
 
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # `from package import thing` may have meant an attribute.
-            parent, _, attribute = name.rpartition(".")
-            if error.name != name or not hasattr(sys.modules.get(parent), attribute):
-                raise
+        importlib.import_module(name)
 
     return act
 
@@ -478,8 +469,7 @@ _DEVICES = (
 _ACCELERATORS = ("cuda", "xpu", "mps", "npu", "mtia", "hpu", "mlu", "musa")
 
 
-@dataclass(frozen=True)
-class _Surroundings:
+class _Surroundings(NamedTuple):
     """Descriptors and children of this process at one time."""
 
     descriptors: Mapping[int, str]

@@ -11,17 +11,16 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from phalanx.process.preload import TRAINERS
+from phalanx.process.preload import PACKAGES, TRAINERS
 from phalanx.process.program import Program
 
 MAX_FILES = 60
 MAX_BYTES = 2 * 1024 * 1024  # of all files together
 
 
-@dataclass(frozen=True)
-class ScanProblem:
+class ScanProblem(NamedTuple):
     """Why a program cannot run as it is: ``kind`` is missing, unreadable or syntax."""
 
     kind: str
@@ -34,8 +33,7 @@ class ScanProblem:
         return f"{where}: {self.text}"
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """An environment variable that the program sets.
 
     ``value`` is None when it cannot be read off (computed or conditional); ``default`` when it
@@ -49,11 +47,10 @@ class Setting:
     where: str
 
 
-@dataclass(frozen=True)
-class ImportScan:
+class ImportScan(NamedTuple):
     """What a program imports, wherever it does so, but for ``if TYPE_CHECKING``.
 
-    ``imports`` are top-level names and ``dotted`` all names, of the program and of its own
+    ``imports`` are top-level names and ``dotted`` the modules, of the program and of its own
     modules; ``direct`` what the main file imports when it is loaded, in order; ``lines`` the
     line of the main file that first imports a top-level name; ``local`` the top-level names
     that are the program's own; ``files`` those that were read, the main file first;
@@ -66,7 +63,7 @@ class ImportScan:
     imports: frozenset[str] = frozenset()
     dotted: frozenset[str] = frozenset()
     direct: tuple[str, ...] = ()
-    lines: Mapping[str, int] = field(default_factory=dict)
+    lines: Mapping[str, int] = {}
     local: frozenset[str] = frozenset()
     uses_optimizer: bool = False
     changes_path: bool = False
@@ -156,8 +153,12 @@ class _Reader:
         self.first = first
         # Where the program's own modules are looked for.
         self.roots = list(dict.fromkeys((first, root)))
-        # An installed program: its own package only, not all of site-packages.
-        self.only = None if root == first else module.partition(".")[0]
+        # An installed program: its own package only, not all of site-packages; and that not
+        # if it is one of the large ones.
+        top = module.partition(".")[0]
+        self.only = top if root != first and top not in PACKAGES else None
+        if root != first and self.only is None:
+            self.roots = [first]
         self.module = module
         self.imports: set[str] = set()
         self.dotted: set[str] = set()
@@ -168,6 +169,7 @@ class _Reader:
         self.optim = False
         self.changes_path = False
         self.settings: list[Setting] = []
+        self.seen: set[str] = set()
 
     def read(self, main: str) -> ImportScan:
         text, problem = self._load(main)
@@ -189,14 +191,14 @@ class _Reader:
                 lines.setdefault(name.partition(".")[0], item.line)
         self._look(text, main, None)
         for item in found:
-            self._take(item.name, package, item.line)
+            self._take(item, package, item.line)
         return ImportScan(
             main=main,
             first_path=self.first,
             imports=frozenset(self.imports),
             dotted=frozenset(self.dotted),
             direct=tuple(
-                dict.fromkeys(i.name for i in found if i.at_load and not i.name.startswith("."))
+                dict.fromkeys(i.name for i in found if i.at_load and i.name in self.dotted)
             ),
             lines=lines,
             local=frozenset(self.local),
@@ -230,16 +232,18 @@ class _Reader:
         if b"environ" in text:
             self.settings += _settings(text, file, line)
 
-    def _take(self, name: str, package: str, line: int) -> None:
+    def _take(self, item: Import, package: str, line: int) -> None:
         """Note an import, and read on if it is a module of the program's own."""
-        absolute = _absolute(name, package)
-        if absolute is None or absolute in self.dotted:
+        name = _absolute(item.name, package)
+        if name is None or name in self.dotted or (item.member and name in self.seen):
             return
-        self.dotted.add(absolute)
-        top = absolute.partition(".")[0]
+        self.seen.add(name)
+        top = name.partition(".")[0]
         self.imports.add(top)
         if top in self.local or self._is_own(top):
-            self._follow(absolute, top, line)
+            self._follow(name, top, line)
+        if not item.member or _is_module(name):
+            self.dotted.add(name)
 
     def _is_own(self, top: str) -> bool:
         if self.only == top:
@@ -280,7 +284,19 @@ class _Reader:
         is_package = os.path.basename(file) == "__init__.py"
         package = module if is_package else module.rpartition(".")[0]
         for item in quick(text):
-            self._take(item.name, package, line)
+            self._take(item, package, line)
+
+
+def _is_module(name: str) -> bool:
+    """Whether an installed package has a module of this full name, as far as files tell."""
+    parts = name.split(".")
+    if not parts[-1].islower():
+        return False
+    for directory in sys.path:
+        stem = os.path.join(directory, *parts[:-1])
+        if os.path.isdir(stem):
+            return _file_of(os.path.join(stem, parts[-1])) is not None
+    return False
 
 
 def _absolute(name: str, package: str) -> str | None:
@@ -300,13 +316,16 @@ def _absolute(name: str, package: str) -> str | None:
 # ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Import:
-    """One name imported; a relative one keeps its dots. ``at_load``: not inside a function."""
+class Import(NamedTuple):
+    """One name imported; a relative one keeps its dots.
+
+    ``at_load``: not inside a function; ``member``: from a module, and perhaps one itself.
+    """
 
     name: str
     line: int
     at_load: bool
+    member: bool = False
 
 
 def careful(tree: ast.Module) -> Iterator[Import]:
@@ -321,8 +340,8 @@ def _statements(body: Iterable[ast.AST], at_load: bool) -> Iterator[Import]:
                 yield Import(alias.name, node.lineno, at_load)
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
-            for name in _from(base, [alias.name for alias in node.names]):
-                yield Import(name, node.lineno, at_load)
+            names = (alias.name for alias in node.names)
+            yield from _from(base, names, node.lineno, at_load)
         elif isinstance(node, ast.If) and _is_type_checking(node.test):
             yield from _statements(node.orelse, at_load)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -339,18 +358,18 @@ def _is_type_checking(test: ast.expr) -> bool:
     return "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
 
 
-def _from(base: str, names: Iterable[str]) -> Iterator[str]:
-    """What ``from base import names`` may load: the module, and each name if it is one."""
+def _from(base: str, names: Iterable[str], line: int, at_load: bool) -> Iterator[Import]:
     if base.strip("."):
-        yield base
+        yield Import(base, line, at_load)
     for name in names:
         if name != "*":
-            yield base + name if base.endswith(".") else f"{base}.{name}"
+            whole = base + name if base.endswith(".") else f"{base}.{name}"
+            yield Import(whole, line, at_load, member=True)
 
 
 _IMPORT = re.compile(
     rb"^([ \t]*)(?:import[ \t]+([^\n;#]+)"
-    rb"|from[ \t]+(\.*[ \t]*[\w.]*)[ \t]+import[ \t]*(\([^)]*\)|[^\n;]+(?:\\\n[^\n;]+)*))",
+    rb"|from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n;]+(?:\\\n[^\n;]+)*))",
     re.MULTILINE,
 )
 _TYPE_CHECKING = re.compile(
@@ -378,10 +397,13 @@ def quick(text: bytes) -> Iterator[Import]:
         text = _TYPE_CHECKING.sub(b"", text)
     for match in _IMPORT.finditer(text):
         indent, plain, base, names = (g.decode(errors="replace") for g in match.groups(b""))
-        found = _aliased(plain) if plain else _from(base.replace(" ", ""), _aliased(names))
-        for name in found:
-            if _NAME.fullmatch(name):
-                yield Import(name, 0, not indent)
+        if plain:
+            for name in _aliased(plain):
+                if _NAME.fullmatch(name):
+                    yield Import(name, 0, not indent)
+        elif _NAME.fullmatch(base) or not base.strip("."):
+            good = (name for name in _aliased(names) if name.isidentifier())
+            yield from _from(base, good, 0, not indent)
 
 
 def _aliased(names: str) -> Iterator[str]:
