@@ -27,10 +27,13 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch.distributed import ProcessGroup
 
 from phalanx.training.abort import SocketRecord, new_listeners, sockets
+
+# torch exports only some of these names to type checkers.
+dist: Any = torch.distributed
 
 BACKEND = "phalanx"
 #: a registration under this name in the arrival entry of a rank is larger than this: refused
@@ -101,7 +104,7 @@ class Transport(Protocol):
         """The ports of all ranks."""
 
     def connect(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+        self, store: Any, rank: int, size: int, timeout: timedelta
     ) -> tuple[ProcessGroup.BackendType, Any]:
         """Connect one group; blocks until all its members do the same."""
 
@@ -136,7 +139,7 @@ class GlooTransport:
         self._record.watch(ports)
 
     def connect(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+        self, store: Any, rank: int, size: int, timeout: timedelta
     ) -> tuple[ProcessGroup.BackendType, Any]:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._device]
@@ -171,7 +174,7 @@ class NcclTransport:
         pass
 
     def connect(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+        self, store: Any, rank: int, size: int, timeout: timedelta
     ) -> tuple[ProcessGroup.BackendType, Any]:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -203,7 +206,7 @@ class HcclTransport:
         pass
 
     def connect(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+        self, store: Any, rank: int, size: int, timeout: timedelta
     ) -> tuple[ProcessGroup.BackendType, Any]:
         import torch_npu  # type: ignore[import-not-found, unused-ignore]
 
@@ -219,14 +222,18 @@ class HcclTransport:
             backend.abort()
 
 
-def transports() -> tuple[type[Transport], ...]:
+def transports() -> tuple[Callable[[str | None], Transport], ...]:
     """The transports this machine has a use for. gloo always."""
-    found: list[type[Transport]] = [GlooTransport]
+    found: list[Any] = [GlooTransport]
     if dist.is_nccl_available() and torch.cuda.is_available():
         found.append(NcclTransport)
     if hasattr(torch, "npu") and torch.npu.is_available():
         found.append(HcclTransport)
     return tuple(found)
+
+
+def _devices(transport: Any) -> tuple[str, ...]:
+    return tuple(transport.devices)
 
 
 class Echo:
@@ -433,7 +440,7 @@ class Group(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(d) for t in transports() for d in t.devices]
+        return [torch.device(d) for t in transports() for d in _devices(t)]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
@@ -447,7 +454,7 @@ class Group(ProcessGroup):
     def shutdown(self) -> None:
         self._fabric.forget(self)
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Any:
         return self._fabric.store_of(self)
 
 
@@ -468,7 +475,7 @@ class Fabric:
         self._lock = threading.Lock()
         self._making = threading.RLock()
         self._condition = "alone"
-        self._store: dist.Store | None = None
+        self._store: Any | None = None
         self._store_sockets: SocketRecord | None = None
         self._transports: list[Transport] = []
         self._solo: ProcessGroup | None = None
@@ -503,7 +510,7 @@ class Fabric:
         """``alone``, ``connected`` or ``broken``."""
         return self._condition
 
-    def store_of(self, group: Group) -> dist.Store:
+    def store_of(self, group: Group) -> Any:
         store = self._store
         if store is None:
             store = dist.HashStore()
@@ -687,9 +694,7 @@ def _arrival(text: bytes) -> tuple[set[int], set[str]]:
     return {int(port) for port in entry["ports"]}, {str(name) for name in entry["groups"]}
 
 
-def _wrap(
-    store: dist.Store, rank: int, size: int, backends: list[tuple[str, Any, Any]]
-) -> ProcessGroup:
+def _wrap(store: Any, rank: int, size: int, backends: list[tuple[str, Any, Any]]) -> ProcessGroup:
     inner = ProcessGroup(store, rank, size)
     for device, kind, backend in backends:
         inner._register_backend(torch.device(device), kind, backend)

@@ -15,18 +15,20 @@ program must give a rebuild callback, at start.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.training.groups import Fabric
 
 Layout = list[list[int]]
+
+# Private and unexported names of torch are used all over this module.
+dist: Any = torch.distributed
 
 
 class UnsupportedTorch(RuntimeError):
@@ -60,7 +62,7 @@ def missing_names(model: nn.Module) -> list[str]:
         if not hasattr(module, "_get_fsdp_state"):
             missing.append("FSDPModule._get_fsdp_state")
         else:
-            state = module._get_fsdp_state()
+            state: Any = _fsdp_state(module)
             if not hasattr(state, "_is_root"):
                 missing.append("FSDPState._is_root")
             if not (
@@ -76,11 +78,15 @@ def _is_fsdp(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+def _fsdp_state(module: Any) -> Any:
+    return module._get_fsdp_state()
+
+
 class DdpWrapper:
     """One `DistributedDataParallel` of the protected models."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp = ddp
+        self.ddp: Any = ddp
         #: whether the buckets are in the order of execution, as those of everybody who has
         #: finished a step. The owner sets it.
         self.settled = False
@@ -180,11 +186,11 @@ class Wrappers:
         The groups answer as if alone meanwhile: what FSDP2 still has in flight is finished
         without anybody else.
         """
-        with fabric.alone(), contextlib.ExitStack():
+        with fabric.alone():
             for wrapper in self.ddp:
                 wrapper.rest()
             for module in self._fsdp:
-                state: Any = module._get_fsdp_state()
+                state = _fsdp_state(module)
                 if not state._is_root:
                     continue
                 if hasattr(state, "_reset_iter_state"):

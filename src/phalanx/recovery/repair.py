@@ -1,0 +1,158 @@
+"""Which state a job goes on with, and who hands it to whom.
+
+Every rank of a new generation tells the others what it holds (`Holding`); every rank then
+runs `choose` on the same list and so comes to the same `Plan`, with nobody in charge.
+
+A *shard* is what one rank holds of model and optimizer. Ranks with the same shard are
+replicas of each other: with data-parallel training all ranks have shard 0; on a hybrid mesh
+the ranks along the replicate dimension share one; where every rank's part is its own there are
+as many shards as ranks.
+
+Steps are counted by the last one that is finished: -1 is the state before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Origin(str, Enum):
+    """Where the state comes from, in the order in which it is looked for."""
+
+    REPLICA = "replica"  # the memory of a rank that holds the same shard
+    SNAPSHOT = "snapshot"  # shared memory that outlives its worker
+    CHECKPOINT = "checkpoint"  # storage
+    NONE = "none"  # nowhere
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds."""
+
+    rank: int
+    shard: int
+    step: int | None  # last finished step of the state in its memory; None: it has none
+    clean: bool = True  # no optimizer update (or receipt of state) was broken off
+    snapshots: frozenset[int] = frozenset()
+    checkpoint: int | None = None  # the newest committed checkpoint this rank can read
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What everybody does. ``step`` is the last finished one; training goes on after it."""
+
+    origin: Origin
+    step: int
+    #: ranks that fill their memory from their own snapshot first
+    load: tuple[int, ...] = ()
+    #: (source, receiver), ordered; every receiver is there once
+    transfers: tuple[tuple[int, int], ...] = ()
+    #: the furthest any rank had come
+    furthest: int = -1
+    why: str = ""
+
+    @property
+    def lost(self) -> int:
+        """Finished steps that are done again."""
+        return max(0, self.furthest - self.step)
+
+    def source_of(self, rank: int) -> int | None:
+        for source, receiver in self.transfers:
+            if receiver == rank:
+                return source
+        return None
+
+    def receivers_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(receiver for source, receiver in self.transfers if source == rank)
+
+
+def choose(holdings: Sequence[Holding]) -> Plan:
+    """The newest state that is whole: every shard has a holder of it.
+
+    First a step that is in the memory of a clean holder for every shard, unless there is a
+    newer snapshot of every shard; else that snapshot; else the newest checkpoint that everybody
+    can read; else `Origin.NONE`.
+
+    :raises ValueError: no ranks, or one twice.
+    """
+    if not holdings:
+        raise ValueError("no ranks to choose among")
+    ordered = sorted(holdings, key=lambda holding: holding.rank)
+    if len({holding.rank for holding in ordered}) != len(ordered):
+        raise ValueError("a rank is listed twice")
+    furthest = max(
+        [h.step for h in ordered if h.step is not None]
+        + [step for h in ordered for step in h.snapshots],
+        default=-1,
+    )
+    shards = sorted({holding.shard for holding in ordered})
+
+    held = {shard: {h.step for h in ordered if h.shard == shard and _good(h)} for shard in shards}
+    in_memory = _newest(list(held.values()))
+    kept = {
+        shard: {step for h in ordered if h.shard == shard for step in h.snapshots}
+        for shard in shards
+    }
+    in_snapshot = _newest(list(kept.values()))
+
+    if in_memory is not None and (in_snapshot is None or in_snapshot <= in_memory):
+        return Plan(
+            Origin.REPLICA,
+            in_memory,
+            transfers=_pairs(ordered, lambda h: _good(h) and h.step == in_memory),
+            furthest=furthest,
+            why=f"every shard has a clean holder of step {in_memory}",
+        )
+    missing = [shard for shard in shards if not held[shard]]
+    lack = (
+        f"no clean holder of shard {missing[0]}"
+        if missing
+        else "the shards' clean holders are at different steps"
+    )
+    if in_snapshot is not None:
+        return Plan(
+            Origin.SNAPSHOT,
+            in_snapshot,
+            load=tuple(h.rank for h in ordered if in_snapshot in h.snapshots),
+            transfers=_pairs(ordered, lambda h: in_snapshot in h.snapshots),
+            furthest=furthest,
+            why=f"{lack}; every shard has a snapshot of step {in_snapshot}",
+        )
+    checkpoints = [h.checkpoint for h in ordered if h.checkpoint is not None]
+    if len(checkpoints) == len(ordered):
+        return Plan(
+            Origin.CHECKPOINT,
+            min(checkpoints),
+            furthest=furthest,
+            why=f"{lack}, no snapshot; step {min(checkpoints)} is in storage",
+        )
+    return Plan(
+        Origin.NONE,
+        -1,
+        furthest=furthest,
+        why=f"{lack}, no snapshot, no checkpoint that all can read",
+    )
+
+
+def _good(holding: Holding) -> bool:
+    return holding.clean and holding.step is not None
+
+
+def _newest(steps: Sequence[set[int | None]] | Sequence[set[int]]) -> int | None:
+    common = set.intersection(*({s for s in some if s is not None} for some in steps))
+    return max(common, default=None)
+
+
+def _pairs(
+    ordered: Sequence[Holding], holds: Callable[[Holding], bool]
+) -> tuple[tuple[int, int], ...]:
+    pairs = []
+    for shard in sorted({h.shard for h in ordered}):
+        sources = [h.rank for h in ordered if h.shard == shard and holds(h)]
+        receivers = [h.rank for h in ordered if h.shard == shard and not holds(h)]
+        for turn, receiver in enumerate(receivers):
+            # Spread over all sources: nobody sends twice while another sends nothing.
+            pairs.append((sources[turn % len(sources)], receiver))
+    return tuple(pairs)
