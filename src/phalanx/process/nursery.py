@@ -1,0 +1,155 @@
+"""The nursery: a child of the keeper that has imported what programs import, and forks.
+
+It forks a short-lived child, which forks the workers and leaves; so their parent is the
+keeper, which never runs anybody's imports: whatever an import does (hang, crash, start
+threads), the keeper goes on reaping and killing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+
+from phalanx.process import launch, syscalls, wire
+
+TYPE_CHECKING = False  # the keeper imports this module and can do without ``typing``
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+
+def main(sock: socket.socket, plan: str, keeper: int) -> NoReturn:
+    """Import, say so, then fork as told until the keeper hangs up.
+
+    Runs in a fork of the keeper. In a worker it raises `launch.Become`.
+    """
+    launch.close_others([sock.fileno()])
+    os.setsid()
+    launch.die_with(keeper)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    news = _prepare(plan)
+    # The forkers need no reaping; their children are not ours.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    wire.send(sock, {**news, "ev": "preloaded"})
+    if not news["safe"]:
+        os._exit(0)
+    gc.collect()
+    gc.freeze()  # so that no collection in a worker writes to what they share
+    sock.setblocking(True)
+    while True:
+        try:
+            batch = [_receive(sock)]
+            sock.setblocking(False)
+            while (more := wire.receive(sock)) is not None:
+                batch.append(more)
+        except wire.Hangup:
+            os._exit(0)
+        sock.setblocking(True)
+        _fork_batch(sock, batch, keeper)
+
+
+def _receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    order = wire.receive(sock)
+    assert order is not None  # it blocks
+    return order
+
+
+def _prepare(plan: str) -> dict[str, Any]:
+    # What every child needs, imported once here. The order matters: bootstrap registers
+    # its end before anything that a program imports does.
+    from phalanx.process import bootstrap, channel, page, preload
+
+    del bootstrap, channel, page
+    syscalls.is_subreaper()  # loads the C library
+    report = preload.perform(preload.PreloadPlan.from_json(plan))
+    return {
+        "report": report.to_json(),
+        "safe": report.safe,
+        "torch": "torch" in sys.modules,
+    }
+
+
+def _fork_batch(
+    sock: socket.socket, batch: list[tuple[dict[str, Any], list[int]]], keeper: int
+) -> None:
+    try:
+        forker = os.fork()
+    except OSError as error:
+        for order, _ in batch:
+            wire.send(sock, {"ev": "fork_failed", "key": order["key"], "errno": error.errno})
+        forker = -1
+    if forker == 0:
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, (order, fds) in enumerate(batch):
+                _fork_one(sock, batch, number, order, fds, keeper)
+        except launch.Become:
+            raise
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            os._exit(1)
+        os._exit(0)
+    for _, fds in batch:
+        launch.close_all(fds)
+
+
+def _fork_one(
+    sock: socket.socket,
+    batch: list[tuple[dict[str, Any], list[int]]],
+    number: int,
+    order: dict[str, Any],
+    fds: list[int],
+    keeper: int,
+) -> None:
+    try:
+        pid = os.fork()
+    except OSError as error:
+        wire.send(sock, {"ev": "fork_failed", "key": order["key"], "errno": error.errno})
+        return
+    if pid == 0:
+        try:
+            launch.expect_adoption(keeper)
+            os.setsid()
+            sock.close()
+            for other, (_, others) in enumerate(batch):
+                if other != number:
+                    launch.close_all(others)
+            _live(order, fds, keeper)
+        except launch.Become:
+            raise
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            os._exit(1)
+    pidfd = syscalls.pidfd_open(pid)
+    try:
+        wire.send(sock, {"ev": "forked", "key": order["key"], "pid": pid}, [pidfd])
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)  # nobody would know of it
+        raise
+    finally:
+        os.close(pidfd)
+
+
+def _live(order: dict[str, Any], fds: list[int], keeper: int) -> NoReturn:
+    gc.unfreeze()
+    signal.set_wakeup_fd(-1)
+    launch.reset_signals(blocked={launch.ADOPTED})
+    if order["op"] == "standby":
+        launch.await_adoption(keeper)
+        line = socket.socket(fileno=fds[0])
+        try:
+            order, fds = _receive(line)
+        except wire.Hangup:
+            os._exit(0)
+        line.close()
+        launch.expect_adoption(keeper)  # it is: the next look finds the keeper at once
+    if order["op"] == "store":
+        launch.await_adoption(keeper)
+        from phalanx.torch_bridge import store_server
+
+        store_server.serve(fds[0], order["host"], order["port"])
+        os._exit(0)
+    launch.warm_worker(order, dict(zip(order["fds"], fds, strict=True)), keeper)
