@@ -38,18 +38,16 @@ from __future__ import annotations
 import atexit
 import io
 import itertools
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from phalanx.process import errorfile, title
 from phalanx.process.program import Program
 
 _PACKAGE = __name__.partition(".")[0]
-_TEXT_LIMIT = 256 * 1024  # characters of a message or call stack in an error file
 
 
 class Become(BaseException):
@@ -117,7 +115,7 @@ def become(
     _streams(unbuffered=_asks_unbuffered(program) or bool(env.get("PYTHONUNBUFFERED")))
     _libraries()
     _forget_ourselves()
-    _show_as(program, env)
+    title.show_as(program.argv, env)
     if program.module is not None:
         search_path.first = _working_directory()
         _fresh_main()
@@ -196,11 +194,13 @@ def _asks_unbuffered(program: Program) -> bool:
 def _environment(env: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
-    for name, value in _inherited.items():
-        if value is None:
+    for name, (before, after) in _inherited.items():
+        if env.get(name) != before:
+            continue
+        if after is None:
             os.environ.pop(name, None)
         else:
-            os.environ[name] = value
+            os.environ[name] = after
     # What a reloaded `os` would read.
     snapshot = sys.modules["posix"].environ
     snapshot.clear()
@@ -313,14 +313,15 @@ def _libraries() -> None:
 
 
 _kept: list[object] = []  # what a running frame of the interpreter may still point at
-_inherited: dict[str, str | None] = {}
+_inherited: dict[str, tuple[str | None, str | None]] = {}
 _stay = False
 
 
-def inherit(environment: Mapping[str, str | None], ourselves: bool) -> None:
+def inherit(environment: Mapping[str, tuple[str | None, str | None]], ourselves: bool) -> None:
     """Told by the preloading keeper: what imports did that each worker's imports would do.
 
-    ``environment``: variables they set (None: removed). ``ourselves``: the program imports
+    ``environment``: variables they changed, with the values before and after (None: absent);
+    a worker that starts with another value keeps its own. ``ourselves``: the program imports
     this package, so its modules stay loaded.
     """
     global _stay
@@ -334,10 +335,6 @@ def _forget_ourselves() -> None:
         return
     for name in [n for n in sys.modules if (n + ".").startswith(_PACKAGE + ".")]:
         _kept.append(sys.modules.pop(name))
-
-
-def _show_as(program: Program, env: Mapping[str, str]) -> None:
-    """Hook for what ``ps`` shows; see `phalanx.process.title`."""
 
 
 # ---------------------------------------------------------------------------------------
@@ -467,36 +464,12 @@ def write_error_file(error: BaseException) -> bool:
     once and complete; an existing file is left alone. True if it was written. No error of
     its own leaves this function.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get(errorfile.VARIABLE)
     if not path or os.path.exists(path):
         return False
-    now = time.time_ns()
     try:
-        import traceback
-
-        try:
-            text = str(error)
-        except Exception:
-            text = "<the exception's text could not be made>"
-        stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        record = {
-            "message": {
-                "message": f"{type(error).__name__}: {text[:_TEXT_LIMIT]}",
-                "extraInfo": {
-                    "py_callstack": stack[-_TEXT_LIMIT:],
-                    "timestamp": str(now // 1_000_000_000),
-                    "timestamp_ns": str(now),
-                },
-            }
-        }
-        draft = f"{path}.{os.getpid()}.tmp"
-        with open(draft, "x", encoding="utf-8") as file:
-            json.dump(record, file)
-        try:
-            os.link(draft, path)  # unlike rename it never replaces a file
-        finally:
-            os.unlink(draft)
-    except Exception:
+        errorfile.write(path, errorfile.describe(error))
+    except Exception:  # the program's error must be shown whatever happens here
         return False
     return True
 

@@ -7,7 +7,6 @@ agent and keeper.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -94,7 +93,7 @@ _NEEDS_TORCH = TRAINERS | {"torchvision", "torchaudio", "torchdata", "torchmetri
 # import: prefix of the name -> packages that read it.
 _READ_BY: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (
-        ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "MALLOC_", "LD_"),
+        ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_"),
         PACKAGES,
     ),
     (
@@ -130,25 +129,24 @@ class PreloadPlan(NamedTuple):
     def empty(self) -> bool:
         return not self.modules
 
-    def to_json(self) -> str:
-        return json.dumps(self._asdict())
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return self._asdict()
 
     @classmethod
-    def from_json(cls, text: str) -> PreloadPlan:
+    def from_json(cls, data: object) -> PreloadPlan:
         """Raises ValueError for anything but what `to_json` made."""
-        data = _object(text, cls)
-        try:
+        with _reading(cls, data) as given:
+            path = given.get("first_path")
             return cls(
-                modules=tuple(_text(m) for m in data.get("modules", ())),
-                optimizer_step=bool(data.get("optimizer_step", False)),
-                why=_text(data.get("why", "")),
-                first_path=None if (p := data.get("first_path")) is None else _text(p),
+                modules=tuple(_text(m) for m in given.get("modules", ())),
+                optimizer_step=bool(given.get("optimizer_step", False)),
+                why=_text(given.get("why", "")),
+                first_path=None if path is None else _text(path),
                 environment=tuple(
-                    (_text(k), _text(v), bool(d)) for k, v, d in data.get("environment", ())
+                    (_text(k), _text(v), bool(d)) for k, v, d in given.get("environment", ())
                 ),
             )
-        except TypeError as error:
-            raise ValueError(f"not a preload plan: {error}") from None
 
 
 def plan_for(scan: ImportScan, extra: Sequence[str] = (), auto: bool = False) -> PreloadPlan:
@@ -265,31 +263,32 @@ class PreloadReport(NamedTuple):
     seconds: float = 0.0
     output: str = ""
 
-    def to_json(self) -> str:
-        return json.dumps(self._asdict())
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return self._asdict()
 
     @classmethod
-    def from_json(cls, text: str) -> PreloadReport:
+    def from_json(cls, data: object) -> PreloadReport:
         """Raises ValueError for anything but what `to_json` made."""
-        data = _object(text, cls)
-        try:
+        with _reading(cls, data) as given:
             return cls(
-                imported=tuple(_text(m) for m in data.get("imported", ())),
-                failed={_text(k): _text(v) for k, v in dict(data.get("failed", {})).items()},
-                safe=bool(data.get("safe", False)),
-                why_not=_text(data.get("why_not", "")),
-                seconds=float(data.get("seconds", 0.0)),
-                output=_text(data.get("output", "")),
+                imported=tuple(_text(m) for m in given.get("imported", ())),
+                failed={_text(k): _text(v) for k, v in dict(given.get("failed", {})).items()},
+                safe=bool(given.get("safe", False)),
+                why_not=_text(given.get("why_not", "")),
+                seconds=float(given.get("seconds", 0.0)),
+                output=_text(given.get("output", "")),
             )
-        except TypeError as error:
-            raise ValueError(f"not a preload report: {error}") from None
 
 
-def _object(text: str, cls: type[PreloadPlan | PreloadReport]) -> dict[str, Any]:
-    data = json.loads(text)
-    if not isinstance(data, dict) or not data.keys() <= set(cls._fields):
-        raise ValueError(f"not a {cls.__name__}: {text[:80]!r}")
-    return data
+@contextmanager
+def _reading(kind: type[PreloadPlan | PreloadReport], data: object) -> Iterator[Mapping[str, Any]]:
+    if not isinstance(data, dict) or not data.keys() <= set(kind._fields):
+        raise ValueError(f"not a {kind.__name__}: {str(data)[:80]}")
+    try:
+        yield data
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not a {kind.__name__}: {error}") from None
 
 
 def _text(value: object) -> str:
@@ -341,15 +340,15 @@ def perform(plan: PreloadPlan) -> PreloadReport:
                 error = _try(_optimizer_step)
                 if error is not None:
                     failed["torch.optim (one step)"] = error
-        changed = {
-            name: os.environ.get(name)
-            for name in {*asked, *os.environ}
-            if asked.get(name) != os.environ.get(name)
-        }
-        os.environ.clear()
-        os.environ.update(environment)
-        bootstrap.inherit(changed, ourselves=any(_is_ours(name) for name in imported))
-        why_not = _trial() or before.what_changed()
+            changed = {
+                name: (asked.get(name), os.environ.get(name))
+                for name in {*asked, *os.environ}
+                if asked.get(name) != os.environ.get(name)
+            }
+            os.environ.clear()
+            os.environ.update(environment)
+            bootstrap.inherit(changed, ourselves=any(_is_ours(name) for name in imported))
+            why_not = _trial() or before.what_changed()
     finally:
         if collecting:
             gc.enable()
@@ -556,8 +555,11 @@ def _verdict(read: int, pid: int) -> str:
     poller.register(read, select.POLLIN)
     answered = poller.poll(_TRIAL_SECONDS * 1000)
     answer = os.read(read, 1000).decode(errors="replace") if answered else ""
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):  # children are not waited for here
+        status = -1
     if not answered:
         return f"a forked child did not answer within {_TRIAL_SECONDS:g} s"
     if not answer:
