@@ -1,0 +1,47 @@
+"""The agent of ``phalanx run``.
+
+``run_job(config)`` runs one job on this machine to its end and returns the exit status of
+docs/exit-codes.md. The keeper is started before anything else is imported here, so that
+its imports and ours overlap.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.agent.config import JobConfig
+
+__all__ = ["run_job"]
+
+
+def run_job(config: JobConfig) -> int:
+    """Run a job; returns the exit status."""
+    import os
+
+    from phalanx.process.supervisor import Supervisor
+
+    plan = None
+    if config.warm and config.program.warmable:
+        from phalanx.process.preload import plan_for
+        from phalanx.process.scan import scan
+
+        named = [m for m in config.preload if m != "auto"]
+        plan = plan_for(scan(config.program), named, "auto" in config.preload)
+    supervisor = Supervisor(
+        job=config.run_id,
+        python=config.python[:1],
+        plan=plan,
+        env={**os.environ, **config.environment},
+    )
+    try:
+        supervisor.open()
+    except OSError as error:
+        import sys
+
+        from phalanx.agent import exit_codes
+
+        print(f"phalanx: {config.python[0]} cannot be started: {error}", file=sys.stderr)
+        return exit_codes.NOT_FOUND
+    from phalanx.agent.main import run_opened
+
+    return run_opened(config, supervisor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,20 @@ def how(end: WorkerEnd) -> str:
         first = end.exception.strip().splitlines()[0] if end.exception.strip() else "an exception"
         return f"raised {first[:300]}"
     return f"exited with code {code}"
+
+
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*")
+
+
+def exception_in(lines: Sequence[str]) -> str | None:
+    """The exception that the last traceback in these lines ends with, if there is one."""
+    at = max((i for i, line in enumerate(lines) if line.startswith("Traceback (")), default=None)
+    if at is None:
+        return None
+    for line in lines[at + 1 :]:
+        if line and not line.startswith(" ") and _EXCEPTION.match(line):
+            return line
+    return None
 
 
 def describe(end: WorkerEnd) -> str:

@@ -29,7 +29,7 @@ _PHASE_BYTES = 32
 
 # The first and the last field are the same counter: a reader that finds them different
 # has met the writer half way and reads again.
-_BODY = struct.Struct(f"<QIqQQQ{_PHASE_BYTES}sQ")
+_BODY = struct.Struct(f"<QIqQQQQq{_PHASE_BYTES}sQ")
 _END = struct.Struct("<ii")  # whether finished, status
 
 _F_ADD_SEALS = 1033
@@ -46,6 +46,8 @@ class Progress(NamedTuple):
     beats: int
     generation: int
     finished: int | None  # the status with which the program ended by itself
+    first_beat_ns: int = 0  # the first beat with a step; 0: none yet
+    first_step: int | None = None  # the step of that beat
 
 
 class ProgressPage:
@@ -62,10 +64,25 @@ class ProgressPage:
         self._beat_ns = 0
         self._beats = 0
         self._generation = 0
+        self._first_beat_ns = 0
+        self._first_step = -1
         if new:
             _HEAD.pack_into(self._map, 0, _MAGIC)
         elif _HEAD.unpack_from(self._map, 0)[0] != _MAGIC:
             raise ValueError(f"descriptor {fd} is not a progress page")
+        else:  # go on from where a previous object of this process was
+            (
+                self._seq,
+                self._pid,
+                self._step,
+                self._beat_ns,
+                self._beats,
+                self._generation,
+                self._phase,
+                _,
+            ) = _BODY.unpack_from(self._map, _BODY_AT)
+            if self._seq == 0:
+                self._step = -1
         else:
             # Another object of this process may have written before: go on from there.
             (
@@ -142,6 +159,8 @@ class ProgressPage:
             self._generation = generation
         self._beats += 1
         self._beat_ns = time.monotonic_ns()
+        if step is not None and not self._first_beat_ns:
+            self._first_beat_ns, self._first_step = self._beat_ns, step
         self._write()
 
     def finish(self, code: int) -> None:
@@ -159,6 +178,8 @@ class ProgressPage:
             self._beat_ns,
             self._beats,
             self._generation,
+            self._first_beat_ns,
+            self._first_step,
             self._phase,
             self._seq,
         )
@@ -190,8 +211,8 @@ class ProgressPage:
     def read(self) -> Progress:
         """What the worker said last; never blocks."""
         for _ in range(100):
-            first, pid, step, beat_ns, beats, generation, phase, last = _BODY.unpack_from(
-                self._map, _BODY_AT
+            (first, pid, step, beat_ns, beats, generation, first_beat, first_step, phase, last) = (
+                _BODY.unpack_from(self._map, _BODY_AT)
             )
             if first == last:
                 break
@@ -204,6 +225,8 @@ class ProgressPage:
             beats,
             generation,
             code if ended else None,
+            first_beat,
+            None if first_beat == 0 else first_step,
         )
 
     def close(self) -> None:

@@ -1,0 +1,949 @@
+"""The agent of ``phalanx run``: one job on one machine, kept running.
+
+It is a SimpleElasticAgent (the state, the rank table, the events and metrics of PyTorch's
+contract) with a loop of its own: it waits in the supervisor's selector, restarts by the
+policy of ``phalanx.agent.policy``, recovers workers in place by the machine of
+``phalanx.recovery.episode``, and says what happened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.agent import policy, report
+from phalanx.agent.config import JobConfig
+from phalanx.agent.console import Console, seconds
+from phalanx.agent.signals import JobSignals
+from phalanx.agent.streams import Streams
+from phalanx.elastic.agent.server import worker_env
+from phalanx.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from phalanx.elastic.metrics import prof, put_metric
+from phalanx.elastic.multiprocessing import SignalException
+from phalanx.elastic.multiprocessing.errors import ProcessFailure
+from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
+from phalanx.process import errorfile
+from phalanx.process.channel import ChannelClosed, ChannelFull, Message
+from phalanx.process.supervisor import (
+    KeeperLost,
+    KeeperReady,
+    StartOrder,
+    StoreLost,
+    Supervisor,
+    WorkerDied,
+    WorkerGarbled,
+    WorkerGone,
+    WorkerProcess,
+    WorkerSpoke,
+)
+from phalanx.recovery import episode as ep
+
+if TYPE_CHECKING:
+    from phalanx.elastic.timer import FileTimerServer
+    from phalanx.events import EventLog
+    from phalanx.health import LoopHealth
+    from phalanx.process.store_process import StoreProcess
+
+START_SECONDS = 600.0
+"""How long the start of a group may take: the keeper's imports are in it."""
+
+PREPARE_AFTER = 1.0
+"""Seconds after a start when the next set of warm workers is forked."""
+
+TIMER_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+
+
+@dataclass
+class Timeline:
+    """Where the job's time went, in seconds; ``lost`` finished steps done again, if known."""
+
+    began: float = field(default_factory=time.monotonic)
+    recovering: float = 0.0
+    restarts: int = 0
+    in_place: int = 0
+    lost: int | None = None
+
+    def lose(self, steps: int | None) -> None:
+        if steps is not None:
+            self.lost = (self.lost or 0) + steps
+
+
+@dataclass
+class Recovery:
+    """A whole-group restart under way: when its phases were over (monotonic seconds)."""
+
+    died: float
+    noticed: float
+    stopped: float = 0.0
+    started: float = 0.0
+    last_step: int | None = None
+
+
+class JobAgent(SimpleElasticAgent):
+    """One job. ``run()`` returns when it is over; stop signals come out as SignalException."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        config: JobConfig,
+        supervisor: Supervisor,
+        console: Console,
+        events: EventLog,
+        health: LoopHealth,
+    ) -> None:
+        super().__init__(spec, shutdown_timeout=config.shutdown_timeout)
+        self.config = config
+        self.supervisor = supervisor
+        self.console = console
+        self.events = events
+        self.health = health
+        self.signals = JobSignals(config.signals, supervisor.wake, self._pass_on)
+        self.streams = Streams(config)
+        self.timeline = Timeline()
+        self.ends: list[report.WorkerEnd] = []
+        self.root: report.WorkerEnd | None = None
+        self.verdict: policy.Verdict | None = None
+        self.unkillable: list[int] = []
+        self.generation = 0
+        self._workers: dict[int, WorkerProcess] = {}
+        self._all: list[WorkerProcess] = []  # of this attempt, replaced ones too
+        self._hung: dict[int, str] = {}  # worker id: why
+        self._envs: dict[int, dict[str, str]] = {}
+        self._store_process: StoreProcess | None = None
+        self._machine = ep.State.fresh(spec.local_world_size)
+        self._bounds = ep.Bounds()
+        self._why_group: str | None = None
+        self._kept: dict[int, dict[str, int]] = {}
+        self._attempts: list[policy.Attempt] = []
+        self._recovery: Recovery | None = None
+        self._prepare_at: float | None = None
+        self._warm_note = ""
+        self._keeper_lost: str | None = None
+        self._watchdog: FileTimerServer | None = None
+        self._host = socket.gethostname()
+
+    # ------------------------------------------------------------------ starting
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        self.generation += 1
+        self._why_group = None
+        attempt = self._restart_count()
+        self.events.update(generation=self.generation, attempt=attempt)
+        self._envs = {}
+        for worker in worker_group.workers:
+            env = worker_env.build(
+                role=spec.role,
+                rank=worker.global_rank,
+                world_size=worker.world_size,
+                role_rank=worker.role_rank,
+                role_world_size=worker.role_world_size,
+                local_world_size=spec.local_world_size,
+                group_rank=worker_group.group_rank,
+                group_world_size=worker_group.group_world_size,
+                master_addr=worker_group.master_addr,
+                master_port=worker_group.master_port,
+                restart_count=attempt,
+                max_restarts=spec.max_restarts,
+                run_id=spec.rdzv_handler.get_run_id(),
+                use_agent_store=self._serve_store(),
+                agent_env={**os.environ, **self.config.environment},
+            )
+            worker_env.put_local_rank(
+                env, worker.local_rank, spec.virtual_local_rank, os.environ
+            )
+            env["PHALANX_GENERATION"] = str(self.generation)
+            env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self.config.signals
+            self._envs[worker.local_rank] = env
+        self._start_watchdog()
+        prefixes = {
+            w.local_rank: worker_env.log_prefix(
+                self.config.prefix_template or "[${role_name}${rank}]:",
+                role_name=spec.role,
+                rank=w.global_rank,
+                local_rank=w.local_rank,
+                host=self._host,
+                attempt=attempt,
+            )
+            for w in worker_group.workers
+        }
+        dest = self.streams.begin(self._envs, prefixes)
+        for local_rank, path in dest.error_files.items():
+            _forget(path)
+            self._envs[local_rank].setdefault("TORCHELASTIC_ERROR_FILE", path)
+        self._machine = ep.State.fresh(
+            spec.local_world_size, self.generation, self._machine if self._all else None
+        )
+        self._all, self._hung, self._workers = [], {}, {}
+        with self.signals.interruptible():
+            started = self._launch(range(spec.local_world_size))
+        self._workers = {w.local_rank: w for w in started}
+        for worker in started:
+            self._hand_over(worker)
+        self._prepare_at = time.monotonic() + PREPARE_AFTER
+        self.events.record(
+            "workers_started",
+            pids={w.local_rank: w.pid for w in started},
+            warm=all(w.warm for w in started),
+        )
+        self._say_start(started)
+        self.health.set_ready(True)
+        return {w.local_rank: w.pid for w in started}
+
+    def _launch(
+        self, local_ranks: Iterable[int], extra: Mapping[str, str] | None = None
+    ) -> list[WorkerProcess]:
+        """Start a process for each of these ranks, all or none."""
+        orders, opened = [], []
+        try:
+            for local_rank in local_ranks:
+                out, err = self.streams.open(local_rank)
+                opened += [fd for fd in (out, err) if fd is not None]
+                env = {**os.environ, **self.config.environment, **self._envs[local_rank]}
+                env.update(extra or {})
+                if self._kept.get(local_rank):
+                    env["PHALANX_KEPT"] = ",".join(self._kept[local_rank])
+                orders.append(
+                    StartOrder(
+                        local_rank,
+                        self._program(local_rank),
+                        env,
+                        stdout=out,
+                        stderr=err,
+                        warm=self.config.warm and self.config.program.warmable,
+                    )
+                )
+            started = self.supervisor.start(orders, START_SECONDS)
+        finally:
+            for fd in opened:
+                os.close(fd)
+        self._all += started
+        return started
+
+    def _program(self, local_rank: int) -> Any:
+        from dataclasses import replace
+
+        program = self.config.program
+        return replace(
+            program,
+            argv=worker_env.arguments(program.argv, local_rank),
+            args=worker_env.arguments(program.args, local_rank),
+        )
+
+    def _hand_over(self, worker: WorkerProcess) -> None:
+        """Give a fresh process what earlier ones of its rank wanted kept."""
+        kept = self._kept.get(worker.local_rank)
+        if kept:
+            self._tell(worker, "kept", tuple(kept.values()), names=list(kept))
+
+    def _serve_store(self) -> bool:
+        """Have the workers' store of this round served by a process of its own."""
+        handler = self._worker_group.spec.rdzv_handler
+        if not isinstance(handler, LocalRendezvousHandler) or not handler.offers_listener:
+            return bool(getattr(handler, "use_agent_store", False))
+        if not handler.use_agent_store:
+            self._close_store()
+            self._store_process = self.supervisor.start_store(handler.claim_listener())
+        return True
+
+    def _close_store(self) -> None:
+        store, self._store_process = self._store_process, None
+        if store is not None:
+            store.close()
+
+    def _start_watchdog(self) -> None:
+        self._stop_watchdog()
+        if os.environ.get(TIMER_ENABLE) == "1":
+            import tempfile
+            import uuid
+
+            from phalanx.elastic.timer import FileTimerServer
+
+            path = os.environ.get(TIMER_FILE) or os.path.join(
+                tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"
+            )
+            self._watchdog = FileTimerServer(
+                path,
+                self.config.run_id,
+                max_interval=0.1,
+                daemon=True,
+                on_expired=self._on_timer_expired,
+            )
+            self._watchdog.start()
+            self.health.watch(
+                "watchdog", self._watchdog.get_last_progress_time, timeout=60.0
+            )
+        path_now = os.environ.get(TIMER_FILE) if self._watchdog is None else path
+        if path_now:
+            for env in self._envs.values():
+                env[TIMER_FILE] = path_now
+
+    def _stop_watchdog(self) -> None:
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            self.health.unwatch("watchdog")
+            watchdog.stop()
+
+    # ------------------------------------------------------------------ the loop
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        group, spec = self._worker_group, self._worker_group.spec
+        self._initialize_workers(group)
+        while True:
+            result = self._supervise()
+            state = group.state = result.state
+            put_metric(f"workers.{spec.role}.remaining_restarts", self._remaining_restarts)
+            put_metric(f"workers.{spec.role}.{state.name.lower()}", 1)
+            if state == WorkerState.SUCCEEDED:
+                self._settle()
+                self._exit_barrier()
+                return result
+            self._stop_workers(group)
+            result = self._post_mortem()
+            assert self.verdict is not None
+            if not self.verdict.restart:
+                group.state = WorkerState.FAILED
+                return result
+            self._remaining_restarts = max(0, self._remaining_restarts - 1)
+            self._back_off(self.verdict.delay)
+            if self._keeper_lost:
+                self._keeper_lost = None
+                self.supervisor.open()
+            self._restart_workers(group)
+            assert self._recovery is not None
+            self._recovery.started = time.monotonic()
+
+    def _supervise(self) -> RunResult:
+        """Until all workers have ended well, or the group has to be started again."""
+        while True:
+            self.signals.check()
+            for happening in self.supervisor.wait(self._patience()):
+                self._take(happening)
+            self._tick()
+            if self._why_group is not None:
+                return RunResult(state=WorkerState.FAILED)
+            if self._workers and all(
+                w.returncode == 0 and w.gone for w in self._workers.values()
+            ):
+                by_rank = {w.global_rank: None for w in self._worker_group.workers}
+                return RunResult(state=WorkerState.SUCCEEDED, return_values=by_rank)
+
+    def _patience(self) -> float:
+        """Seconds until something is due, at most the monitor interval."""
+        due = [ep.next_deadline(self._machine), self._prepare_at]
+        now = time.monotonic()
+        waits = [max(0.0, t - now) for t in due if t is not None]
+        return min([self._worker_group.spec.monitor_interval, *waits])
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self.health.tick()
+        if self._prepare_at is not None and now >= self._prepare_at:
+            self._prepare_at = None
+            if self.config.warm and self.config.program.warmable:
+                self.supervisor.prepare(self._worker_group.spec.local_world_size)
+        due = ep.next_deadline(self._machine)
+        if due is not None and now >= due:
+            self._advance(ep.Tick())
+        if self._recovery is not None:
+            self._see_recovered(now)
+
+    def _take(self, happening: Any) -> None:
+        """One thing that happened."""
+        if isinstance(happening, WorkerDied):
+            self._on_died(happening.worker)
+        elif isinstance(happening, WorkerGone):
+            worker = happening.worker
+            self.events.record(
+                "worker_gone",
+                local_rank=worker.local_rank,
+                pid=worker.pid,
+                returncode=worker.returncode,
+                max_rss=worker.max_rss,
+                swept=worker.swept,
+            )
+            if worker.left:
+                self.unkillable += worker.left
+        elif isinstance(happening, WorkerSpoke):
+            self._on_message(happening.worker, happening.message)
+        elif isinstance(happening, WorkerGarbled):
+            self.events.record(
+                "worker_garbled",
+                local_rank=happening.worker.local_rank,
+                error=str(happening.error),
+            )
+        elif isinstance(happening, KeeperReady):
+            self.events.record("keeper_ready", **happening.report)
+            if not happening.report.get("safe", True):
+                self.console.warn(
+                    f"workers start with a fresh interpreter: {happening.report.get('why_not')}"
+                )
+            self._warm_note = _warm_note(happening.report)
+        elif isinstance(happening, KeeperLost):
+            self._keeper_lost = happening.reason
+            self._store_process = None
+            self._why_group = happening.reason
+            self.events.record("keeper_lost", reason=happening.reason)
+        elif isinstance(happening, StoreLost):
+            self.events.record("store_lost", returncode=happening.store.returncode)
+            self._store_process = None
+            self._why_group = "the workers' store was lost"
+
+    def _is_current(self, worker: WorkerProcess) -> bool:
+        return self._workers.get(worker.local_rank) is worker
+
+    def _on_died(self, worker: WorkerProcess) -> None:
+        if worker not in self._all:
+            return
+        progress = worker.page.read()
+        self.events.record(
+            "worker_died",
+            local_rank=worker.local_rank,
+            pid=worker.pid,
+            returncode=worker.returncode,
+            dead_ns=worker.dead_ns,
+            step=progress.step,
+            stopped=bool(worker.signalled_by_us),
+        )
+        if not self._is_current(worker):
+            return
+        if worker.returncode == 0:
+            self._advance(ep.Finished(worker.local_rank))
+            return
+        self._advance(
+            ep.Died(worker.local_rank, report.how(self._end_of(worker, light=True)), progress.step)
+        )
+
+    # ------------------------------------------------------------------ recovery in place
+
+    def _on_message(self, worker: WorkerProcess, message: Message) -> None:
+        """What a worker said (docs/training.md). Nothing it says may harm the agent."""
+        rank, say = worker.local_rank, message.fields
+        if message.type == "keep":
+            self._keep(worker, message)
+            return
+        for fd in message.fds:
+            os.close(fd)
+        if not self._is_current(worker):
+            return
+        generation = _whole(say.get("generation"), self.generation)
+        step = _whole(say.get("step"), None)
+        if message.type == "hello":
+            self._advance(ep.Hello(rank, generation, bool(say.get("waiting"))))
+        elif message.type == "left":
+            self._advance(ep.Left(rank, generation))
+        elif message.type == "fault":
+            kind, text = str(say.get("kind", ""))[:40], str(say.get("text", ""))[:2000]
+            self.events.record("worker_fault", local_rank=rank, fault=kind, text=text, step=step)
+            self._advance(ep.Fault(rank, generation, kind, text, step))
+        elif message.type == "good_step":
+            told = say.get("report")
+            known = told if isinstance(told, dict) else {}
+            self._advance(ep.GoodStep(rank, generation, step or 0, known))
+        elif message.type == "finished":
+            self._advance(ep.Finished(rank))
+        else:
+            self.events.record("worker_said", local_rank=rank, type=message.type, **_plain(say))
+
+    def _keep(self, worker: WorkerProcess, message: Message) -> None:
+        """Hold a descriptor for a rank's next incarnation."""
+        name = message.fields.get("name")
+        if not isinstance(name, str) or not name or "," in name or len(message.fds) != 1:
+            for fd in message.fds:
+                os.close(fd)
+            return
+        kept = self._kept.setdefault(worker.local_rank, {})
+        old = kept.pop(name, None)
+        if old is not None:
+            os.close(old)
+        if len(kept) >= 8:
+            os.close(message.fds[0])
+            return
+        kept[name] = message.fds[0]
+
+    def _advance(self, event: ep.Event) -> None:
+        """Feed the machine and carry out what it says."""
+        before = self._machine.episode
+        self._machine, effects = ep.advance(
+            self._machine, event, time.monotonic(), self._bounds
+        )
+        now = self._machine.episode
+        if now is not None and (before is None or before.number != now.number):
+            self.events.update(episode=now.number)
+            self.events.record("episode_began", cause=now.cause, strategy=now.strategy)
+            self.console.warn(now.cause)
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: ep.Effect) -> None:
+        if isinstance(effect, ep.Replace):
+            self._replace(effect.rank, effect.generation)
+        elif isinstance(effect, ep.Regroup):
+            self._regroup(effect)
+        elif isinstance(effect, ep.Kill):
+            worker = self._workers[effect.rank]
+            self._hung[worker.id] = effect.why
+            self.events.record("worker_killed", local_rank=effect.rank, why=effect.why)
+            worker.signal(signal.SIGKILL)
+        elif isinstance(effect, ep.RestartGroup):
+            self.events.record("restart_group", why=effect.why)
+            self._why_group = effect.why
+        else:
+            self._recovered_in_place(effect)
+
+    def _replace(self, rank: int, generation: int) -> None:
+        try:
+            (worker,) = self._launch(
+                [rank], {"PHALANX_JOIN": "1", "PHALANX_GENERATION": str(generation)}
+            )
+        except Exception as error:
+            self._why_group = f"no replacement for rank {rank} could be started: {error}"
+            return
+        self._workers[rank] = worker
+        self._worker_group.workers[rank].id = worker.pid
+        self._hand_over(worker)
+        self.events.record("worker_replaced", local_rank=rank, pid=worker.pid, warm=worker.warm)
+
+    def _regroup(self, effect: ep.Regroup) -> None:
+        if self._why_group is not None:
+            return
+        self.generation = effect.generation
+        self.events.update(generation=effect.generation)
+        handler = self._worker_group.spec.rdzv_handler
+        old = self._store_process
+        for rank in effect.survivors:
+            self._tell(self._workers[rank], "leave", generation=effect.generation - 1)
+        where = handler.next_rendezvous().bootstrap_store_info
+        self._store_process = None
+        self._store_process = self.supervisor.start_store(
+            handler.claim_listener(),  # type: ignore[attr-defined]
+            eager=True,
+        )
+        for rank in effect.members:
+            self._tell(
+                self._workers[rank],
+                "join",
+                generation=effect.generation,
+                rank=rank,
+                world=len(effect.members),
+                store=f"{where.master_addr}:{where.master_port}" if where else "",
+                previous_rank=rank if rank in effect.survivors else None,
+            )
+        if old is not None:
+            old.close()
+        self._prepare_at = time.monotonic() + PREPARE_AFTER
+
+    def _tell(
+        self, worker: WorkerProcess, kind: str, fds: tuple[int, ...] = (), **say: Any
+    ) -> None:
+        try:
+            worker.channel.send(kind, fds, **say)
+        except ChannelClosed:
+            pass  # dead: we are about to be told
+        except ChannelFull:
+            self._hung[worker.id] = "reads no messages of the agent"
+            worker.signal(signal.SIGKILL)
+
+    def _recovered_in_place(self, effect: ep.Recovered) -> None:
+        done = effect.episode
+        self.timeline.in_place += 1
+        self.timeline.recovering += effect.seconds
+        lost = [
+            n for _, r in done.reports if isinstance(n := r.get("lost_steps"), int) and n >= 0
+        ]
+        self.timeline.lose(max(lost) if lost else None)
+        phases = ", ".join(f"{name} +{seconds(at)}" for name, at in done.phases)
+        who = (
+            f"rank {report.ranges(sorted(done.replaced))} replaced"
+            if done.replaced
+            else "step tried again"
+        )
+        self.events.record(
+            "recovered",
+            strategy=done.strategy,
+            seconds=effect.seconds,
+            rounds=done.round,
+            phases=dict(done.phases),
+            reports={str(r): _plain(told) for r, told in done.reports},
+        )
+        self.events.update(episode=None)
+        steps = f"; {max(lost)} finished steps lost" if lost else ""
+        self.console.good(f"{who}, training again after {seconds(effect.seconds)} ({phases}{steps})")
+
+    # ------------------------------------------------------------------ hangs
+
+    def _on_timer_expired(self, pid: int, requests: Any) -> None:
+        """A watchdog timer ran out (in the watchdog's thread): stacks first, then the kill."""
+        from phalanx.watchdog.stacks import save_stacks
+
+        scopes = ", ".join(str(getattr(r, "scope_id", "?")) for r in requests)
+        living = [w for w in self._workers.values() if w.alive]
+        folder = Path(self.streams.specs.root_log_dir or ".") / "stacks"
+        saved: list[Path] = []
+        try:
+            saved = save_stacks([w.pid for w in living], folder, 10.0)
+        except Exception as error:  # evidence is worth having, not worth failing for
+            self.events.record("stacks_failed", error=str(error))
+        if saved:
+            self.streams.keeps_logs = True
+        for worker in living:
+            if worker.pid == pid:
+                self._hung[worker.id] = f"did not end {scopes} before its timer ran out"
+                self.events.record(
+                    "timer_expired",
+                    local_rank=worker.local_rank,
+                    pid=pid,
+                    scopes=scopes,
+                    stacks=[str(p) for p in saved],
+                )
+                worker.signal(signal.SIGKILL)
+
+    # ------------------------------------------------------------------ the end of an attempt
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        self._end_workers(signal.SIGTERM, self._shutdown_timeout)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """The state of the group now, without waiting."""
+        if self._why_group is not None:
+            return RunResult(state=WorkerState.FAILED)
+        if self._workers and all(w.returncode == 0 for w in self._workers.values()):
+            return RunResult(state=WorkerState.SUCCEEDED)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _end_workers(self, signum: int, grace: float) -> None:
+        self.health.set_ready(False, "restarting")
+        living = [w for w in self._all if not w.gone]
+        if living and self._keeper_lost is None:
+            stopped = self.supervisor.stop(living, signum, grace, self.signals.hurry)
+            self.unkillable += [w.pid for w in stopped.unkillable]
+            self.events.record("workers_stopped", seconds=stopped.seconds, swept=stopped.swept)
+        for happening in self.supervisor.wait(0):
+            if isinstance(happening, (WorkerDied, WorkerGone, KeeperLost)):
+                self._note_end(happening)
+        self._stop_watchdog()
+
+    def _note_end(self, happening: WorkerDied | WorkerGone | KeeperLost) -> None:
+        if isinstance(happening, KeeperLost):
+            self._take(happening)
+        elif isinstance(happening, WorkerDied):
+            worker = happening.worker
+            self.events.record(
+                "worker_died",
+                local_rank=worker.local_rank,
+                pid=worker.pid,
+                returncode=worker.returncode,
+                dead_ns=worker.dead_ns,
+                stopped=bool(worker.signalled_by_us),
+            )
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end_workers(death_sig, timeout)
+        self._settle()
+        self._close_store()
+        self.supervisor.close(grace=1.0)
+        self.streams.close()
+        for kept in self._kept.values():
+            for fd in kept.values():
+                os.close(fd)
+        self._kept.clear()
+
+    def _settle(self) -> None:
+        """What is to be said when the workers are gone."""
+        self.streams.end_attempt()
+
+    def _end_of(self, worker: WorkerProcess, light: bool = False) -> report.WorkerEnd:
+        """What is known of a worker's end; ``light``: without waiting for its output."""
+        rank = self._worker_group.workers[worker.local_rank].global_rank
+        record = errorfile.read(self.streams.error_file(worker.local_rank) or os.devnull)
+        if record is not None and worker.returncode is not None and worker.returncode <= 0:
+            record = None  # it went on after what it recorded
+        lines, path = ((), "") if light else self.streams.last_lines(worker.local_rank)
+        progress = worker.page.read()
+        stopped = bool(worker.signalled_by_us) and worker.id not in self._hung
+        dead = worker.dead_ns if worker.dead_ns is not None else time.monotonic_ns()
+        message = record.message if record else None
+        exception = message.get("message") if isinstance(message, dict) else message
+        return report.WorkerEnd(
+            rank=rank,
+            local_rank=worker.local_rank,
+            pid=worker.pid,
+            host=self._host,
+            returncode=worker.returncode,
+            dead_ns=worker.dead_ns,
+            stopped=stopped,
+            exception=exception or report.exception_in(lines),
+            traceback=record.text if record and isinstance(message, dict) else "",
+            stderr_tail=tuple(lines),
+            log_file=path,
+            step=progress.step,
+            lasted=max(0.0, (dead - worker.started_ns) / 1e9),
+            memory=self._memory(worker) if not light else None,
+            hung=self._hung.get(worker.id),
+        )
+
+    def _memory(self, worker: WorkerProcess) -> str | None:
+        """A sentence if it died of too little memory."""
+        return None
+
+    def _post_mortem(self) -> RunResult:
+        """Say what happened, and decide whether to start again."""
+        self.streams.end_attempt()
+        current = list(self._workers.values())
+        self.ends = [self._end_of(w) for w in current]
+        self.root = root = report.root_cause(self.ends)
+        deaths = [w.dead_ns for w in current if w.dead_ns is not None]
+        first = min(deaths) / 1e9 if deaths else time.monotonic()
+        if root is not None and root.dead_ns is not None:
+            first = root.dead_ns / 1e9
+        steps = [e.step for e in self.ends if e.step is not None]
+        self._attempts.append(
+            policy.Attempt(
+                lasted=max(0.0, first - min(w.started_ns for w in current) / 1e9)
+                if current
+                else 0.0,
+                returncode=root.returncode if root else None,
+                exception=_class_of(root.exception) if root and root.exception else None,
+                first_step=min(steps) if steps else None,
+                last_step=max(steps) if steps else None,
+            )
+        )
+        self.verdict = policy.decide(
+            policy.Policy(max_restarts=self._worker_group.spec.max_restarts), self._attempts
+        )
+        self._say_failure(root)
+        self._recovery = Recovery(
+            died=first,
+            noticed=self._noticed or first,
+            stopped=time.monotonic(),
+            last_step=max(steps) if steps else None,
+        )
+        failures = {
+            e.rank: ProcessFailure(
+                local_rank=e.local_rank,
+                pid=e.pid,
+                exitcode=e.returncode or 0,
+                error_file=self.streams.error_file(e.local_rank) or "<N/A>",
+            )
+            for e in self.ends
+            if e.failed
+        }
+        self.events.record(
+            "attempt_failed",
+            root=_end_json(root) if root else None,
+            reason=self._why_group,
+            restart=self.verdict.restart,
+            verdict=self.verdict.reason,
+        )
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    @property
+    def _noticed(self) -> float | None:
+        return None
+
+    def _back_off(self, delay: float) -> None:
+        if delay <= 0:
+            return
+        self.console.say(f"waiting {seconds(delay)} before the restart")
+        end = time.monotonic() + delay
+        while (left := end - time.monotonic()) > 0:
+            self.signals.check()
+            for happening in self.supervisor.wait(left):
+                self._take(happening)
+            self.health.tick()
+
+    # ------------------------------------------------------------------ words
+
+    def _say_start(self, started: list[WorkerProcess]) -> None:
+        if self._restart_count() or self._recovery is not None:
+            return
+        program = self.config.program
+        name = program.module or (os.path.basename(program.script) if program.script else None)
+        what = name or os.path.basename(program.argv[0])
+        warm = " warm" if started and all(w.warm for w in started) else ""
+        count = len(started)
+        self.console.say(
+            f"{count}{warm} worker{'s' if count != 1 else ''} of {what} started"
+            f"{self._warm_note if warm else ''} (run {self.config.run_id})"
+        )
+
+    def _say_failure(self, root: report.WorkerEnd | None) -> None:
+        console = self.console
+        if root is None:
+            console.fail(self._why_group or "the workers ended")
+        else:
+            console.fail(report.describe(root))
+            console.quote(report.evidence(root))
+            if root.log_file:
+                console.say(f"its stderr: {root.log_file}")
+        others = report.victims(self.ends, root)
+        if others:
+            console.say(others)
+        assert self.verdict is not None
+        if self.verdict.restart:
+            number, budget = len(self._attempts), self._worker_group.spec.max_restarts
+            console.say(f"restarting all {len(self.ends)} workers (restart {number} of {budget})")
+        else:
+            console.fail(f"not restarted: {self.verdict.reason}")
+
+    def _see_recovered(self, now: float) -> None:
+        """Close the restart's account when every worker has made a step, or told nothing."""
+        recovery = self._recovery
+        assert recovery is not None
+        if not recovery.started:
+            return
+        pages = [w.page.read() for w in self._workers.values()]
+        beats = [p.first_beat_ns for p in pages if p.first_beat_ns]
+        known = len(beats) == len(pages) and bool(pages)
+        if not known and (recovery.last_step is not None or now < recovery.started + 1.0):
+            return
+        phases = [
+            ("stopped", recovery.stopped - recovery.died),
+            ("started", recovery.started - recovery.died),
+        ]
+        if known:
+            phases.append(("first step", max(beats) / 1e9 - recovery.died))
+        total = phases[-1][1]
+        lost = None
+        resumed = min((p.first_step for p in pages if p.first_step is not None), default=None)
+        if recovery.last_step is not None and resumed is not None:
+            lost = max(0, recovery.last_step - (resumed - 1))
+        self.timeline.restarts += 1
+        self.timeline.recovering += total
+        self.timeline.lose(lost)
+        words = ", ".join(f"{name} +{seconds(at)}" for name, at in phases)
+        again = f"; {lost} finished steps done again" if lost is not None else ""
+        self.console.good(
+            f"{'training again' if known else 'workers run again'} after {seconds(total)} "
+            f"({words}{again})"
+        )
+        self.events.record(
+            "recovered",
+            strategy="restart",
+            seconds=total,
+            phases=dict(phases),
+            lost_steps=lost,
+        )
+        self._recovery = None
+
+    def summary(self, what: str) -> str:
+        """The closing line."""
+        total = time.monotonic() - self.timeline.began
+        parts = [f"{what} after {seconds(total)}"]
+        count = self.timeline.restarts + self.timeline.in_place
+        if count:
+            kinds = []
+            if self.timeline.in_place:
+                kinds.append(f"{self.timeline.in_place} in place")
+            if self.timeline.restarts:
+                kinds.append(
+                    f"{self.timeline.restarts} restart{'s' if self.timeline.restarts > 1 else ''}"
+                )
+            parts.append(
+                f"{seconds(self.timeline.recovering)} of it recovering ({', '.join(kinds)})"
+            )
+            if self.timeline.lost is not None:
+                parts.append(f"{self.timeline.lost} finished steps done again")
+        return ", ".join(parts)
+
+    # ------------------------------------------------------------------ others ask
+
+    def _pass_on(self, number: int) -> None:
+        """A signal for the program: to every worker alone."""
+        for worker in list(self._workers.values()):
+            if worker.alive:
+                try:
+                    os.kill(worker.pid, number)
+                except OSError:
+                    pass
+
+    def facts(self) -> Mapping[str, Any]:
+        """For ``/status``: ranks, pids, states, progress. From any thread, without waiting."""
+        workers = []
+        for worker in list(self._workers.values()):
+            progress = worker.page.read()
+            workers.append(
+                {
+                    "local_rank": worker.local_rank,
+                    "rank": self._worker_group.workers[worker.local_rank].global_rank,
+                    "pid": worker.pid,
+                    "incarnation": worker.incarnation,
+                    "warm": worker.warm,
+                    "alive": worker.alive,
+                    "returncode": worker.returncode,
+                    "step": progress.step,
+                    "phase": progress.phase,
+                    "beat_age_seconds": round((time.monotonic_ns() - progress.beat_ns) / 1e9, 3)
+                    if progress.beat_ns
+                    else None,
+                }
+            )
+        episode = self._machine.episode
+        return {
+            "run_id": self.config.run_id,
+            "state": self._worker_group.state.value,
+            "generation": self.generation,
+            "attempt": self._restart_count(),
+            "restarts_left": self._remaining_restarts,
+            "recoveries_in_place": self.timeline.in_place,
+            "recovering": episode.cause if episode else None,
+            "workers": workers,
+        }
+
+
+def _forget(path: str) -> None:
+    if path and path != os.devnull:
+        try:
+            os.unlink(path)
+        except OSError:
+            pass
+
+
+def _whole(value: Any, default: Any) -> Any:
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def _plain(say: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in json.loads(json.dumps(dict(say), default=str)).items() if k != "kind"}
+
+
+def _class_of(exception: str) -> str:
+    return exception.split(":", 1)[0].strip().rsplit(".", 1)[-1]
+
+
+def _warm_note(known: Mapping[str, Any]) -> str:
+    imported = [m for m in known.get("imported", ()) if "." not in m]
+    if not imported:
+        return ""
+    return f", {', '.join(imported)} imported once in {seconds(float(known.get('seconds', 0)))}"
+
+
+def _end_json(end: report.WorkerEnd) -> dict[str, Any]:
+    return {
+        "rank": end.rank,
+        "pid": end.pid,
+        "host": end.host,
+        "returncode": end.returncode,
+        "exception": end.exception,
+        "step": end.step,
+        "lasted": end.lasted,
+        "hung": end.hung,
+        "memory": end.memory,
+    }
+
+
+__all__ = ["JobAgent", "SignalException", "prof"]

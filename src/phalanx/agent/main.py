@@ -1,0 +1,108 @@
+"""A job from its configuration to its exit status."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from phalanx.agent import exit_codes
+from phalanx.agent.console import Console
+from phalanx.agent.job import JobAgent
+from phalanx.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from phalanx.elastic.multiprocessing import SignalException
+from phalanx.elastic.rendezvous.api import RendezvousError
+from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
+from phalanx.events import EventLog
+from phalanx.health import HealthServer, LoopHealth
+
+if TYPE_CHECKING:
+    from phalanx.agent.config import JobConfig
+    from phalanx.process.supervisor import Supervisor
+
+
+def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
+    """Run the job with a supervisor that is open; closes it."""
+    console = Console()
+    events = EventLog(config.events, "agent", run_id=config.run_id, epoch=0, node=0)
+    health = LoopHealth()
+    server = HealthServer(health, config.health_port, config.health_host)
+    handler = LocalRendezvousHandler(
+        "phalanx",
+        config.run_id,
+        host=config.local_addr or config.master_addr,
+        port=config.master_port,
+    )
+    agent = None
+    try:
+        spec = WorkerSpec(
+            role=config.role,
+            local_world_size=config.nproc,
+            entrypoint=config.program.argv[0],
+            args=config.program.argv[1:],
+            rdzv_handler=handler,
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval,
+            event_log_handler=config.event_log_handler,
+            virtual_local_rank=config.virtual_local_rank,
+        )
+        try:
+            agent = JobAgent(spec, config, supervisor, console, events, health)
+        except (ValueError, OSError) as error:
+            console.fail(str(error))
+            return exit_codes.USAGE
+        health.facts = agent.facts
+        if config.health_port is not None:
+            server.start()
+        agent.signals.install()
+        events.record("run_began", argv=list(config.program.argv), nproc=config.nproc)
+        status = _run(agent, console)
+        events.record("run_ended", status=status)
+        return status
+    finally:
+        supervisor.close(grace=1.0)
+        if agent is not None:
+            agent.streams.close()
+            agent.signals.restore()
+        handler.shutdown()
+        server.stop()
+        events.close()
+
+
+def _run(agent: JobAgent, console: Console) -> int:
+    try:
+        result = agent.run()
+    except SignalException as error:
+        number = signal.Signals(error.sigval)
+        console.say(agent.summary(f"stopped by {number.name}"))
+        return 128 + number
+    except FileNotFoundError as error:
+        console.fail(f"there is no program {error.filename}")
+        return exit_codes.NOT_FOUND
+    except PermissionError as error:
+        console.fail(f"{error.filename} cannot be run: {error.strerror}")
+        return exit_codes.CANNOT_START
+    except RendezvousError as error:
+        console.fail(f"the rendezvous failed: {error}")
+        return exit_codes.RENDEZVOUS
+    except Exception:
+        console.fail("a defect of phalanx ended the job")
+        traceback.print_exc(file=sys.stderr)
+        return exit_codes.INTERNAL
+    return _status(agent, result, console)
+
+
+def _status(agent: JobAgent, result: RunResult, console: Console) -> int:
+    if agent.unkillable:
+        console.fail(f"processes that SIGKILL did not end: {sorted(set(agent.unkillable))}")
+    if result.state == WorkerState.SUCCEEDED:
+        console.good(agent.summary("done"))
+        return exit_codes.UNKILLABLE if agent.unkillable else exit_codes.OK
+    console.fail(agent.summary("failed"))
+    root = agent.root
+    if root is not None and root.hung:
+        return exit_codes.HUNG
+    if root is None or root.returncode is None:
+        return exit_codes.UNKILLABLE if agent.unkillable else exit_codes.KEEPER
+    return exit_codes.of_returncode(root.returncode)

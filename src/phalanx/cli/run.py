@@ -1,0 +1,228 @@
+"""``phalanx run``: the words of the command line to a job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from phalanx.cli.options import RunArguments, UsageError, help_text, parse, wants_help
+from phalanx.process.program import Program
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.agent.config import JobConfig
+
+USAGE_STATUS = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a job; the exit status is that of docs/exit-codes.md."""
+    asked = wants_help(argv)
+    if asked:
+        print(help_text(asked == "--help-all"))
+        return 0
+    try:
+        config = config_from(parse(argv))
+    except UsageError as error:
+        print(f"phalanx run: {error}", file=sys.stderr)
+        return USAGE_STATUS
+    from phalanx.agent import run_job
+
+    return run_job(config)
+
+
+def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = None) -> JobConfig:
+    """Values from words.
+
+    Raises:
+        UsageError: what the words ask for is not possible.
+    """
+    from phalanx.agent.config import JobConfig
+
+    env = os.environ if environ is None else environ
+    a = arguments
+    _one_node(a)
+    nproc = worker_count(a.nproc_per_node)
+    if a.max_restarts < 0:
+        raise UsageError("--max-restarts is zero or more")
+    if a.monitor_interval <= 0:
+        raise UsageError("--monitor-interval is more than zero seconds")
+    grace = a.shutdown_timeout
+    if grace is None:
+        text = env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+        if not text.strip().isdigit():
+            raise UsageError(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is whole seconds, not {text!r}")
+        grace = int(text)
+    if grace < 0:
+        raise UsageError("--shutdown-timeout must be non-negative")
+    if a.module and a.no_python:
+        raise UsageError("--module and --no-python exclude each other")
+    port = a.master_port or 0
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--master-port is a port, 0 to 65535, not {port}")
+    for name in (a.redirects, a.tee):
+        _check_streams(name)
+    try:
+        ranks = frozenset(int(r) for r in a.local_ranks_filter.split(",") if r.strip())
+    except ValueError:
+        raise UsageError(
+            f"--local-ranks-filter is numbers with commas, not {a.local_ranks_filter!r}"
+        ) from None
+    return JobConfig(
+        program=program_of(a, env),
+        nproc=nproc,
+        run_id=a.rdzv_id if a.rdzv_id not in ("", "none") or "rdzv_id" in a.given else _run_id(),
+        role=a.role,
+        max_restarts=a.max_restarts,
+        monitor_interval=a.monitor_interval,
+        shutdown_timeout=grace,
+        signals=a.signals_to_handle,
+        warm=not a.no_warm,
+        preload=tuple(a.preload),
+        python=(interpreter(env), "-u"),
+        log_dir=a.log_dir,
+        redirects=a.redirects,
+        tee=a.tee,
+        local_ranks_filter=ranks,
+        stdout_filters=tuple(a.duplicate_stdout_filters),
+        stderr_filters=tuple(a.duplicate_stderr_filters),
+        logs_specs=a.logs_specs,
+        prefix_template=a.log_line_prefix_template,
+        events=a.events,
+        health_host=a.health_check_host,
+        health_port=a.health_check_port,
+        event_log_handler=a.event_log_handler,
+        virtual_local_rank=a.virtual_local_rank,
+        numa_binding=a.numa_binding,
+        master_addr=a.master_addr,
+        master_port=port,
+        local_addr=a.local_addr,
+        environment=threads(nproc, env),
+    )
+
+
+def _run_id() -> str:
+    return os.urandom(4).hex()
+
+
+def interpreter(env: Mapping[str, str]) -> str:
+    """The Python that runs the workers: ``PYTHON_EXEC``, else the one that runs us."""
+    return env.get("PYTHON_EXEC") or sys.executable
+
+
+def program_of(a: RunArguments, env: Mapping[str, str]) -> Program:
+    """What the workers run."""
+    script, args = a.training_script, tuple(a.training_script_args)
+    if a.no_python:
+        return Program((script, *args))
+    python = (interpreter(env), "-u")
+    if a.module:
+        return Program((*python, "-m", script, *args), module=script, args=args)
+    return Program((*python, script, *args), script=script, args=args)
+
+
+def _one_node(a: RunArguments) -> None:
+    parts = str(a.nnodes).split(":")
+    try:
+        numbers = [int(p) for p in parts]
+    except ValueError:
+        raise UsageError(f"--nnodes is N or MIN:MAX, not {a.nnodes!r}") from None
+    if len(numbers) > 2:
+        raise UsageError(f"--nnodes is N or MIN:MAX, not {a.nnodes!r}")
+    low, high = numbers[0], numbers[-1]
+    if not 0 < low <= high:
+        raise UsageError(f"--nnodes needs 0 < MIN <= MAX, not {a.nnodes!r}")
+    if a.standalone:
+        return
+    if high > 1:
+        raise UsageError(
+            f"--nnodes {a.nnodes}: several nodes are not supported yet. Leave --nnodes out "
+            "to run on this machine, or use torchrun for this job"
+        )
+    if a.rdzv_backend not in ("static", "c10d", "phalanx"):
+        raise UsageError(
+            f"--rdzv-backend {a.rdzv_backend}: one machine needs no rendezvous; leave it out"
+        )
+    if a.node_rank != 0:
+        raise UsageError(f"--node-rank {a.node_rank}: one node has rank 0")
+
+
+def _check_streams(text: str) -> None:
+    for part in str(text).split(","):
+        rank, colon, mask = part.rpartition(":")
+        if mask not in ("0", "1", "2", "3") or (colon and not rank.isdigit()):
+            raise UsageError(
+                f"-r and -t take 0, 1, 2 or 3, or RANK:N,RANK:N,... ; {text!r} is neither"
+            )
+
+
+def cpu_count() -> int:
+    """Processors this process may use: affinity, and the cgroup's quota rounded up."""
+    count = len(os.sched_getaffinity(0))
+    for path, form in (
+        ("/sys/fs/cgroup/cpu.max", 2),
+        ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", 1),
+    ):
+        try:
+            with open(path) as file:
+                words = file.read().split()
+            if form == 1:
+                with open("/sys/fs/cgroup/cpu/cpu.cfs_period_us") as file:
+                    words += file.read().split()
+            if words[0] not in ("max", "-1"):
+                count = min(count, max(1, -(-int(words[0]) // int(words[1]))))
+            break
+        except (OSError, ValueError, IndexError, ZeroDivisionError):
+            continue
+    return max(1, count)
+
+
+def device_count(kind: str) -> int:
+    """Devices of this machine by their device files; visible ones only."""
+    prefix, variable = {
+        "gpu": ("nvidia", "CUDA_VISIBLE_DEVICES"),
+        "npu": ("davinci", "ASCEND_RT_VISIBLE_DEVICES"),
+    }[kind]
+    try:
+        names = os.listdir("/dev")
+    except OSError:
+        return 0
+    found = sum(n.startswith(prefix) and n[len(prefix) :].isdigit() for n in names)
+    visible = os.environ.get(variable)
+    if visible is not None:
+        return min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+    return found
+
+
+def worker_count(text: str) -> int:
+    """The number that ``--nproc-per-node`` means.
+
+    Raises:
+        UsageError: no number and no known word, no such device, or less than one.
+    """
+    if text == "auto":
+        return device_count("gpu") or device_count("npu") or cpu_count()
+    if text == "cpu":
+        return cpu_count()
+    if text in ("gpu", "npu"):
+        count = device_count(text)
+        if not count:
+            raise UsageError(f"--nproc-per-node {text}: there is no {text} on this machine")
+        return count
+    try:
+        count = int(text)
+    except ValueError:
+        raise UsageError(
+            f"--nproc-per-node is a number, auto, cpu, gpu or npu, not {text!r}"
+        ) from None
+    if count < 1:
+        raise UsageError(f"--nproc-per-node is one or more, not {count}")
+    return count
+
+
+def threads(nproc: int, env: Mapping[str, str]) -> dict[str, str]:
+    """``OMP_NUM_THREADS`` for the workers when nobody chose it: processors per worker."""
+    if nproc == 1 or "OMP_NUM_THREADS" in env:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc))}
