@@ -70,19 +70,6 @@ class ProgressPage:
             _HEAD.pack_into(self._map, 0, _MAGIC)
         elif _HEAD.unpack_from(self._map, 0)[0] != _MAGIC:
             raise ValueError(f"descriptor {fd} is not a progress page")
-        else:  # go on from where a previous object of this process was
-            (
-                self._seq,
-                self._pid,
-                self._step,
-                self._beat_ns,
-                self._beats,
-                self._generation,
-                self._phase,
-                _,
-            ) = _BODY.unpack_from(self._map, _BODY_AT)
-            if self._seq == 0:
-                self._step = -1
         else:
             # Another object of this process may have written before: go on from there.
             (
@@ -92,6 +79,8 @@ class ProgressPage:
                 self._beat_ns,
                 self._beats,
                 self._generation,
+                self._first_beat_ns,
+                self._first_step,
                 phase,
                 _,
             ) = _BODY.unpack_from(self._map, _BODY_AT)
