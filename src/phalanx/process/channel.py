@@ -87,9 +87,7 @@ class Channel:
             raise ValueError(f"message {type!r} has {len(body)} bytes; {MAX_BYTES} are allowed")
         if len(fds) > MAX_FDS:
             raise ValueError(f"message {type!r} has {len(fds)} descriptors; {MAX_FDS} are allowed")
-        ancillary = (
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        )
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         if self._socket.fileno() < 0:
             raise ChannelClosed("the channel is closed")
         try:

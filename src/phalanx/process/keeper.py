@@ -28,9 +28,20 @@ if TYPE_CHECKING:
 SWEEP_SECONDS = 2.0  # how long the news of a worker's end waits for its leftovers to be gone
 END_SECONDS = 10.0  # how long the keeper itself waits for its tree to be empty
 _NURSERY_LIVES = 3
+NURSERY_SECONDS = 10  # how long the nursery may leave an order unread
 _IGNORED = (
-    "SIGINT SIGTERM SIGHUP SIGQUIT SIGTSTP SIGTTIN SIGTTOU SIGUSR1 SIGUSR2 SIGALRM SIGPIPE"
-).split()
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGPIPE,
+)
 
 
 class Kid:
@@ -78,8 +89,8 @@ class Keeper:
         self.has_torch = False
         self.given_up: set[tuple[int, int]] = set()  # leftovers that do not die
         self.over = False
+        self.end_seconds = END_SECONDS
 
-        sock.setblocking(False)
         self.watch(sock.fileno(), self.hear_agent)
         # The socket alone is not enough: a fork of the agent may hold a copy of its end.
         self.agent_pidfd = syscalls.pidfd_open(agent)
@@ -124,7 +135,7 @@ class Keeper:
         while self.outbox:
             message, fds = self.outbox[0]
             try:
-                wire.send(self.agent, message, fds)
+                wire.send(self.agent, message, fds, block=False)
             except BlockingIOError:
                 break
             except wire.Hangup:
@@ -247,6 +258,7 @@ class Keeper:
 
     def do_close(self, order: dict[str, Any], fds: list[int]) -> None:
         self.over = True
+        self.end_seconds = order["seconds"]
 
     def named(self, ids: Sequence[int]) -> list[Kid]:
         return [kid for kid in self.kids.values() if kid.role == "worker" and kid.id in ids]
@@ -260,9 +272,7 @@ class Keeper:
             pid = os.fork()
         except OSError as error:
             launch.close_all(fds)
-            self.start_failed(
-                order, {"errno": error.errno, "file": order["argv"][0], "text": ""}
-            )
+            self.start_failed(order, {"errno": error.errno, "file": order["argv"][0], "text": ""})
             return
         if pid == 0:
             launch.exec_program(order, named, theirs, self.pid)
@@ -320,7 +330,7 @@ class Keeper:
                 sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
                 os._exit(1)
         theirs.close()
-        ours.setblocking(False)
+        wire.limit_sending(ours, NURSERY_SECONDS)
         self.kids[pid] = Kid("nursery", pid)
         self.nursery = ours
         self.nursery_pid = pid
@@ -345,13 +355,13 @@ class Keeper:
         self.keys += 1
         order["key"] = self.keys
         self.forking[self.keys] = (order, fds)
-        self.nursery.setblocking(True)  # it reads whenever it does not fork
         try:
             wire.send(self.nursery, order, fds[:1] if order["op"] == "standby" else fds)
         except wire.Hangup:
             self.nursery_died()
-        else:
-            self.nursery.setblocking(False)
+        except BlockingIOError:  # it reads whenever it does not fork: it hangs
+            os.kill(self.nursery_pid, signal.SIGKILL)
+            self.nursery_died()
 
     def hear_nursery(self) -> None:
         while self.nursery is not None:
@@ -603,8 +613,8 @@ class Keeper:
         sessions = {kid.pid for kid in living.values()}
         marks = {kid.order["mark"] for kid in living.values()}
         pages = {kid.order["page"] for kid in living.values()}
-        gone = [kid for kid in self.sweeping.values()]
-        gone += [kid for kid in self.kids.values() if kid.role == "worker" and kid.id in self.doomed]
+        known = (*self.sweeping.values(), *self.kids.values())
+        gone = [kid for kid in known if kid.role == "worker" and kid.id in self.doomed]
         if any(entry.session in sessions for entry in family):
             return True
         if any(entry.session == kid.pid for entry in family for kid in gone):
@@ -626,7 +636,7 @@ class Keeper:
 
     def end(self) -> None:
         """Kill the tree until it is empty, then leave."""
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + self.end_seconds
         poll = select.poll()
         poll.register(self.wake, select.POLLIN)
         pause = 1
@@ -657,8 +667,8 @@ def main(argv: list[str]) -> tuple[dict[str, Any], dict[str, str], Callable[[int
 
     Returns only in a forked worker, with the arguments of `launch.become`.
     """
-    for name in _IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for signum in _IGNORED:
+        signal.signal(signum, signal.SIG_IGN)
     fd = int(argv[0])
     launch.close_others([fd])
     os.set_inheritable(fd, False)

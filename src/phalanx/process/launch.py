@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import signal
-import sys
 
 from phalanx.process import syscalls
 
@@ -92,9 +91,7 @@ def environment(order: dict[str, Any], fds: dict[str, int]) -> dict[str, str]:
     return env
 
 
-def exec_program(
-    order: dict[str, Any], fds: dict[str, int], errors: int, parent: int
-) -> NoReturn:
+def exec_program(order: dict[str, Any], fds: dict[str, int], errors: int, parent: int) -> NoReturn:
     """Become the order's command; what goes wrong is written to ``errors``."""
     name = order["argv"][0]
     try:

@@ -38,21 +38,18 @@ def main(sock: socket.socket, plan: str, keeper: int) -> NoReturn:
         os._exit(0)
     gc.collect()
     gc.freeze()  # so that no collection in a worker writes to what they share
-    sock.setblocking(True)
     while True:
         try:
             batch = [_receive(sock)]
-            sock.setblocking(False)
             while (more := wire.receive(sock)) is not None:
                 batch.append(more)
         except wire.Hangup:
             os._exit(0)
-        sock.setblocking(True)
         _fork_batch(sock, batch, keeper)
 
 
 def _receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    order = wire.receive(sock)
+    order = wire.receive(sock, block=True)
     assert order is not None  # it blocks
     return order
 

@@ -59,10 +59,11 @@ def stop_workers(
     if signum != signal.SIGKILL and grace > 0:
         supervisor.signal((w for w in workers if w.alive), signum)
         wait(grace, hurry)
-        if still := [worker.id for worker in left() if worker.alive]:
-            if supervisor.order({"op": "signal", "ids": still, "signum": int(signal.SIGTERM)}):
-                for worker in left():
-                    worker.signalled_by_us.add(int(signal.SIGTERM))
+        if still := [worker for worker in left() if worker.alive]:
+            for worker in still:
+                worker.signalled_by_us.add(int(signal.SIGTERM))
+            ids = [worker.id for worker in still]
+            supervisor.order({"op": "signal", "ids": ids, "signum": int(signal.SIGTERM)})
             wait(min(GROUP_SECONDS, grace), hurry)
 
     killed = [worker for worker in left() if worker.alive]

@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Union
 
 from phalanx.process import launch, syscalls, tree, wire
@@ -27,7 +28,8 @@ from phalanx.process.store_process import StoreProcess
 if TYPE_CHECKING:
     from phalanx.process.preload import PreloadPlan, PreloadReport
 
-SEND_SECONDS = 10.0  # how long the keeper may leave an order unread
+SEND_SECONDS = 10  # how long the keeper may leave an order unread
+END_SECONDS = 3.0  # how long the keeper waits, at `close`, for its tree to be empty
 ORPHAN_SECONDS = 5.0  # how long `open` waits for what a lost keeper left behind
 _MESSAGES_AT_ONCE = 64
 _SIGTERM = int(signal.SIGTERM)
@@ -160,7 +162,7 @@ class Woken:
     """Somebody called `Supervisor.wake`."""
 
 
-Happening = Union[
+Happening = Union[  # noqa: UP007  (an alias is evaluated)
     WorkerDied, WorkerGone, WorkerSpoke, WorkerGarbled, KeeperReady, KeeperLost, StoreLost, Woken
 ]
 
@@ -300,7 +302,7 @@ class Supervisor:
         finally:
             theirs.close()
         pidfd = syscalls.pidfd_open(pid)
-        ours.settimeout(SEND_SECONDS)
+        wire.limit_sending(ours, SEND_SECONDS)
         self._keeper = _Keeper(pid, pidfd, ours)
         self._handle(ours.fileno(), self._on_keeper)
         if self._plan is not None:
@@ -361,10 +363,10 @@ class Supervisor:
         keeper = self._keeper
         if keeper is not None:
             try:
-                wire.send(keeper.sock, {"op": "close"})
+                wire.send(keeper.sock, {"op": "close", "seconds": END_SECONDS})
             except (wire.Hangup, OSError):
                 pass
-            if not _readable(keeper.pidfd, 15.0):
+            if not _readable(keeper.pidfd, END_SECONDS + 2.0):
                 syscalls.pidfd_send_signal(keeper.pidfd, signal.SIGKILL)
             self._lose_keeper("closed")
         end = time.monotonic() + ORPHAN_SECONDS
@@ -471,18 +473,16 @@ class Supervisor:
         finally:
             theirs.close()
             worker.page.close()  # the memory stays mapped
-        self._handle(worker.channel.fileno(), lambda: self._on_channel(worker))
+        self._handle(worker.channel.fileno(), partial(self._on_channel, worker))
         return worker
 
     def _take_back(self, workers: Sequence[WorkerProcess]) -> None:
         """End what was started of a start that failed, and forget it."""
-        ids = [worker.id for worker in workers]
-        if self._keeper is not None:
-            self._order({"op": "cancel", "ids": ids})
-            started = [w for w in workers if w.pid and not w.gone]
-            end = time.monotonic() + ORPHAN_SECONDS
-            while any(not w.gone for w in started) and (left := end - time.monotonic()) > 0:
-                self._pump(left)
+        self.order({"op": "cancel", "ids": [worker.id for worker in workers]})
+        started = [worker for worker in workers if worker.pid]
+        end = time.monotonic() + ORPHAN_SECONDS
+        while any(not w.gone for w in started) and (left := end - time.monotonic()) > 0:
+            self._pump(left)
         for worker in workers:
             if self._workers.pop(worker.id, None) is not None:
                 self._release(worker)
@@ -632,7 +632,7 @@ class Supervisor:
         except wire.Hangup:
             self._lose_keeper("it hung up")
             raise SupervisorError("the keeper is lost; open() starts another") from None
-        except TimeoutError:
+        except BlockingIOError:
             syscalls.pidfd_send_signal(keeper.pidfd, signal.SIGKILL)
             self._lose_keeper(f"it read no orders for {SEND_SECONDS} s and was killed")
             raise SupervisorError("the keeper is lost; open() starts another") from None
@@ -671,15 +671,11 @@ class Supervisor:
         keeper = self._keeper
         assert keeper is not None
         while self._keeper is keeper:
-            keeper.sock.settimeout(0)
             try:
                 received = wire.receive(keeper.sock)
             except wire.Hangup:
                 self._lose_keeper("it ended")
                 return
-            finally:
-                if keeper.sock.fileno() >= 0:
-                    keeper.sock.settimeout(SEND_SECONDS)
             if received is None:
                 return
             news, fds = received
@@ -827,9 +823,8 @@ class Supervisor:
                 continue
             # The death signal has killed it, unless the program has dropped it.
             self._sessions.add(worker.pid)
-            worker_ = worker
             worker.signal(signal.SIGKILL)
-            self._handle(worker.pidfd, lambda worker=worker_: self._on_orphaned_worker(worker))
+            self._handle(worker.pidfd, partial(self._on_orphaned_worker, worker))
         self._adopt()
 
     def _on_orphaned_worker(self, worker: WorkerProcess) -> None:
@@ -852,7 +847,7 @@ class Supervisor:
             self._orphans[pidfd] = pid
             for below in (*tree.descendants(pid), entry):
                 tree.kill(below)
-            self._handle(pidfd, lambda pidfd=pidfd: self._on_orphan_end(pidfd))  # type: ignore[misc]
+            self._handle(pidfd, partial(self._on_orphan_end, pidfd))
 
     def _on_orphan_end(self, pidfd: int) -> None:
         self._unhandle(pidfd)

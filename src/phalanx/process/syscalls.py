@@ -72,9 +72,7 @@ def is_subreaper() -> bool:
     flag = ctypes.c_int(0)
     zero = ctypes.c_ulong(0)
     _checked(
-        _libc().prctl(
-            ctypes.c_int(PR_GET_CHILD_SUBREAPER), ctypes.byref(flag), zero, zero, zero
-        ),
+        _libc().prctl(ctypes.c_int(PR_GET_CHILD_SUBREAPER), ctypes.byref(flag), zero, zero, zero),
         "prctl(PR_GET_CHILD_SUBREAPER)",
     )
     return bool(flag.value)

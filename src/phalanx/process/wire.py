@@ -1,7 +1,8 @@
 """Orders and news between agent, keeper and nursery: JSON and descriptors over SEQPACKET.
 
-Both ends are our own processes, so the only concern here is size: a message that does
-not fit a packet travels in a memfd, whose descriptor is then the first one.
+The sockets stay blocking; who must not block says so. Both ends are our own processes,
+so the only concern here is size: a message that does not fit a packet travels in a memfd,
+whose descriptor is then the first one.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import array
 import json
 import os
 import socket
+import struct
 
 TYPE_CHECKING = False  # the keeper imports this module and can do without ``typing``
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-_INLINE = 32 * 1024
+_INLINE = 16 * 1024
 _MAX_FDS = 32
 
 
@@ -29,8 +31,19 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send one message. Raises Hangup; BlockingIOError or TimeoutError as the socket is set."""
+def limit_sending(sock: socket.socket, seconds: int) -> None:
+    """Have a blocking `send` give up after that long."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+
+
+def send(
+    sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = (), *, block: bool = True
+) -> None:
+    """Send one message.
+
+    Raises Hangup, and BlockingIOError when there is no room, at once unless ``block``,
+    else when the time of `limit_sending` is over.
+    """
     body = json.dumps(message, separators=(",", ":")).encode()
     spill = -1
     try:
@@ -42,7 +55,8 @@ def send(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) 
             fds = (spill, *fds)
             body = b"+"
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        sock.sendmsg([body], rights, socket.MSG_NOSIGNAL)
+        flags = socket.MSG_NOSIGNAL if block else socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+        sock.sendmsg([body], rights, flags)
     except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError):
         raise Hangup("the other end is gone") from None
     finally:
@@ -50,15 +64,14 @@ def send(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) 
             os.close(spill)
 
 
-def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its descriptors, which the caller owns; None if none is there yet.
+def receive(sock: socket.socket, *, block: bool = False) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and its descriptors, which the caller owns.
 
-    Blocks as the socket is set. Raises Hangup at end of file.
+    None if none is there yet (never with ``block``). Raises Hangup at end of file.
     """
+    flags = socket.MSG_CMSG_CLOEXEC if block else socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
     try:
-        body, ancillary, _, _ = sock.recvmsg(
-            _INLINE, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
-        )
+        body, ancillary, _, _ = sock.recvmsg(_INLINE, socket.CMSG_SPACE(_MAX_FDS * 4), flags)
     except BlockingIOError:
         return None
     except ConnectionResetError:

@@ -18,7 +18,7 @@ def serve(fd: int, host: str, port: int) -> None:
     ``host`` and ``port`` are where this process reaches the socket itself.
     """
     os.set_inheritable(fd, False)
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined,unused-ignore]
 
     store = TCPStore(
         host,
