@@ -14,7 +14,7 @@ __all__ = ["__version__", "progress"]
 def progress(step: SupportsIndex | None = None, phase: str | None = None) -> None:
     """Tell the agent that this worker gets on: call it once per training step.
 
-    Costs about a microsecond and no system call that could block, so call it as often as you
+    Costs a few microseconds and never blocks, so call it as often as you
     like. ``step``: the step just begun or done, 0 or more; ``phase``: what the worker does
     ("checkpoint"), 32 bytes at most count. What is left out stays as it was. Without an
     agent, and in children of the worker, it does nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from phalanx.health.source import Metric
@@ -9,6 +10,9 @@ from phalanx.health.source import Metric
 __all__ = ["CONTENT_TYPE", "render"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Newer libraries take any text as a name, and quote it; not every reader does.
+_NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 
 
 def render(metrics: Iterable[Metric]) -> bytes:
@@ -28,6 +32,8 @@ def render(metrics: Iterable[Metric]) -> bytes:
             kind = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}.get(metric.kind)
             if kind is None:
                 raise ValueError(f"metric {metric.name}: {metric.kind!r} is no kind of metric")
+            if not _NAME.fullmatch(metric.name):
+                raise ValueError(f"{metric.name!r} is no name of a metric")
             family = kind(metric.name, metric.help, labels=sorted(metric.labels))
             families[metric.name] = family
         family.add_metric([str(metric.labels[k]) for k in sorted(metric.labels)], metric.value)

@@ -168,15 +168,14 @@ def parse_request(value: object) -> FileTimerRequest:
         raise ValueError("pid is not a process id")
     if not isinstance(scope, str):
         raise ValueError("scope_id is not a string")
-    if type(when) not in (int, float) or math.isnan(when):
+    if type(when) not in (int, float) or when != when:
         raise ValueError("expiration_time is not a number")
     if type(signum) is not int or signum > signal.NSIG:
         raise ValueError("signal is not a signal number")
-    if isinstance(when, int):
-        try:
-            float(when)
-        except OverflowError:
-            raise ValueError("expiration_time is out of range") from None
+    try:
+        float(when)
+    except OverflowError:
+        raise ValueError("expiration_time is out of range") from None
     return FileTimerRequest(pid, scope, when, signum)
 
 
