@@ -8,29 +8,23 @@ threads are joined, ``atexit`` handlers run and streams are flushed by the inter
 The rule about state: what *imports* changed stays, since the program's own imports would have
 changed it as well; what the *keeper* changed is undone.
 
-How a keeper uses it::
+The keeper's part:
 
-    def main() -> None:                      # called from the keeper's main module
-        bootstrap.host(loop)
-
-    def loop() -> int:                       # the keeper; its result is its exit status
-        ...
-        if os.fork() == 0:
-            ...                              # descriptors, signals, session
-            raise bootstrap.Become(program, env, cwd=cwd, on_finish=page.finish)
-
-`Become` unwinds the keeper's stack in the child (so ``finally`` blocks and ``with`` statements
-of the keeper run there: they must not touch what parent and child share) and the program runs
-with three frames of ours below it. The keeper is to be started with the interpreter and the
-flags that the program's command names (``-u`` above all), for ``sys.flags`` cannot be changed,
-and with standard output unwritten. Handlers of ours in the keeper (signals, ``atexit``) are
-undone if they are functions of this package; a signal that the keeper ignores it has to restore
-itself, because an ignored signal is also what a fresh process inherits.
+* It is started with the interpreter and the flags that the program's command names, since
+  ``sys.flags`` cannot be changed, and has written nothing to its standard streams.
+* It imports this module before anything that programs import: the end of a program is
+  reported by the ``atexit`` handler that is registered first and called last.
+* The child leaves the keeper's stack before it calls `become`, and calls it from the end of
+  the main module, outside of any ``except`` and ``finally``: the program would otherwise see
+  an exception being handled, and must be able to end the way any program does.
+* Python signal handlers of this package are undone here. A signal that the keeper ignores it
+  restores itself: an ignored signal is also what a fresh process inherits.
 
 Known differences that stay: the workers of one keeper share one hash seed (unless
 ``PYTHONHASHSEED`` is set); what imports write to the terminal is seen once, by the keeper, and
 not by each worker; modules are in ``sys.modules`` before the program imports them;
-``warnings.warn`` with a ``stacklevel`` beyond the program's first frame names a file of ours.
+``warnings.warn`` with a ``stacklevel`` beyond the program's first frame names a file of ours;
+the error for a source that is not text in its encoding is worded as for ``exec``.
 """
 
 from __future__ import annotations
@@ -48,44 +42,6 @@ from phalanx.process import errorfile, title
 from phalanx.process.program import Program
 
 _PACKAGE = __name__.partition(".")[0]
-
-
-class Become(BaseException):
-    """Raised in a forked child to unwind the keeper's stack; see `host` and `become`."""
-
-    def __init__(
-        self,
-        program: Program,
-        env: Mapping[str, str],
-        cwd: str | None = None,
-        on_finish: Callable[[int], None] | None = None,
-    ) -> None:
-        super().__init__("a keeper's child leaves the keeper's loop")
-        self.program = program
-        self.env = env
-        self.cwd = cwd
-        self.on_finish = on_finish
-
-
-def host(loop: Callable[[], int]) -> NoReturn:
-    """Run a keeper's loop, and the program in each child that leaves it by `Become`.
-
-    Ends by SystemExit with the loop's status in the keeper. To be called from the main
-    module, outside of any ``except`` or ``finally`` block: the program would otherwise see
-    an exception being handled.
-    """
-    order: Become | None = None
-    status = 0
-    try:
-        status = loop()
-    except Become as request:
-        order = request
-    if order is None:
-        raise SystemExit(status)
-    program, env, cwd, on_finish = order.program, order.env, order.cwd, order.on_finish
-    order.__traceback__ = None
-    del order
-    become(program, env, cwd, on_finish)
 
 
 def become(
@@ -358,16 +314,16 @@ def _fresh_main() -> ModuleType:
 def _start_script(script: str) -> BaseException | int:
     import pkgutil
 
+    path = os.path.join(os.getcwd(), script)
     try:
-        importer = pkgutil.get_importer(script)
+        importer = pkgutil.get_importer(path)
     except Exception:
         importer = None
     if importer is not None:  # a directory or an archive with a __main__ in it
-        search_path.force(script)
+        search_path.force(path)
         _fresh_main()
         return _run_module("__main__", alter_argv=False)
     search_path.first = script_directory(script)
-    path = script if os.path.isabs(script) else os.path.join(os.getcwd(), script)
     try:
         with open(path, "rb") as file:
             source = file.read()
@@ -427,7 +383,7 @@ def _report(failure: BaseException | int) -> BaseException | int:
     hook_exit = _print_error(failure)
     if hook_exit is not None:
         return hook_exit
-    return failure if isinstance(failure, KeyboardInterrupt) else 1
+    return failure if type(failure) is KeyboardInterrupt else 1
 
 
 def _print_error(error: BaseException) -> SystemExit | None:
@@ -524,7 +480,7 @@ def _status_of(code: object) -> int:
     if code is None:
         return 0
     if isinstance(code, int):
-        return code & 0xFF
+        return code & 0xFF if -1 << 63 <= code < 1 << 63 else 255
     return 1
 
 
