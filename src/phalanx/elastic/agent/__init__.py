@@ -1,0 +1,1 @@
+"""The elastic agent; the counterpart of ``torch.distributed.elastic.agent``."""

@@ -1,0 +1,100 @@
+"""Reading endpoints and ``--rdzv-conf`` strings."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+
+__all__ = ["parse_rendezvous_endpoint"]
+
+
+def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
+    """``k=v,k=v`` as a dictionary; ``ValueError`` for an empty key or value."""
+    config: dict[str, str] = {}
+    if not config_str.strip():
+        return config
+    for pair in config_str.split(","):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if not key:
+            raise ValueError(
+                "The rendezvous configuration string must be in format "
+                f"<key1>=<value1>,...,<keyN>=<valueN>, got {config_str!r}."
+            )
+        if not value:
+            raise ValueError(
+                f"The rendezvous configuration option '{key}' must have a value specified."
+            )
+        config[key] = value
+    return config
+
+
+def _try_parse_port(port_str: str) -> int | None:
+    return int(port_str) if re.fullmatch(r"[0-9]{1,5}", port_str) else None
+
+
+def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
+    """Host and port of ``host``, ``host:port``, ``[v6]``, ``[v6]:port``; nothing is localhost.
+
+    Raises ``ValueError`` for anything else.
+    """
+    endpoint = (endpoint or "").strip()
+    if not endpoint:
+        return "localhost", default_port
+    port = default_port
+    if _is_ip_v6(endpoint) or re.fullmatch(r"\[.*\]", endpoint):
+        host = endpoint
+    else:
+        host, colon, port_text = endpoint.rpartition(":")
+        if not colon:
+            host = endpoint
+        else:
+            parsed = _try_parse_port(port_text)
+            if parsed is None or parsed >= 2**16:
+                raise ValueError(
+                    f"The port number of the rendezvous endpoint '{endpoint}' must be an integer "
+                    "between 0 and 65536."
+                )
+            port = parsed
+    if len(host) > 2 and host[0] == "[" and host[-1] == "]":
+        host = host[1:-1]
+    if not re.fullmatch(r"[\w.:-]+", host):
+        raise ValueError(
+            f"The hostname of the rendezvous endpoint '{endpoint}' must be a dot-separated list of "
+            "labels, an IPv4 address, or an IPv6 address."
+        )
+    return host, port
+
+
+def _is_ip_v6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
+
+
+def _matches_machine_hostname(host: str) -> bool:
+    """Whether ``host`` is a name or an address of this machine, as far as the resolver tells."""
+    if host == "localhost":
+        return True
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return True
+    except ValueError:
+        pass
+    this_host = socket.gethostname()
+    if host == this_host:
+        return True
+
+    def look_up(name: str) -> tuple[set[str], set[str]]:
+        try:
+            found = socket.getaddrinfo(
+                name, None, proto=socket.IPPROTO_TCP, flags=socket.AI_CANONNAME
+            )
+        except (ValueError, OSError):
+            return set(), set()
+        return {str(entry[4][0]) for entry in found}, {entry[3] for entry in found if entry[3]}
+
+    addresses, _ = look_up(host)
+    own_addresses, own_names = look_up(this_host)
+    return host in own_names or host in own_addresses or bool(addresses & own_addresses)

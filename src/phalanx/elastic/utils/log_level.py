@@ -1,0 +1,6 @@
+"""The level at which the elastic loggers start."""
+
+
+def get_log_level() -> str:
+    """``WARNING``: what is logged unless ``LOGLEVEL`` says otherwise."""
+    return "WARNING"
