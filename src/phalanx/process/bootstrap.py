@@ -157,10 +157,6 @@ def _environment(env: Mapping[str, str]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = after
-    # What a reloaded `os` would read.
-    snapshot = sys.modules["posix"].environ
-    snapshot.clear()
-    snapshot.update({os.fsencode(k): os.fsencode(v) for k, v in env.items()})
 
 
 def _arguments(program: Program) -> None:
@@ -248,14 +244,12 @@ def _libraries() -> None:
         main_thread._set_native_id()
     importlib.invalidate_caches()
     loaded: dict[str, Any] = {**sys.modules}
-    if (linecache := loaded.get("linecache")) is not None:
-        linecache.clearcache()
     if (tempfile := loaded.get("tempfile")) is not None:
         tempfile.tempdir = None  # TMPDIR may be another one
     if (process := loaded.get("multiprocessing.process")) is not None:
         # A fresh key and name counter; `spawn` starts its children in the directory that was
         # current when multiprocessing was imported.
-        process._current_process = process._MainProcess()
+        process._current_process = type(process._current_process)()
         process._parent_process = None
         process._process_counter = itertools.count(1)
         process._children = set()

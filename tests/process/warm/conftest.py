@@ -164,15 +164,17 @@ def _fresh(
     cwd: Path,
     redirections: Sequence[tuple[str | None, int]],
 ) -> int:
-    # A shell, because Popen cannot start a process with a descriptor closed.
-    words = []
-    for fd, (path, _) in enumerate(redirections):
-        words.append(f"{fd}{'<' if fd == 0 else '>'}{path or '&-'}")
-    command = f'exec "$@" {" ".join(words)}'
+    def redirect() -> None:
+        for fd, (path, flags) in enumerate(redirections):
+            if path is None:
+                os.close(fd)
+            else:
+                opened = os.open(path, flags, 0o600)
+                if opened != fd:
+                    os.dup2(opened, fd)
+                    os.close(opened)
+                os.set_inheritable(fd, True)
+
     return subprocess.run(
-        ["/bin/sh", "-c", command, "sh", *argv],
-        env=dict(env),
-        cwd=cwd,
-        start_new_session=True,
-        timeout=60,
+        argv, env=dict(env), cwd=cwd, start_new_session=True, timeout=60, preexec_fn=redirect
     ).returncode

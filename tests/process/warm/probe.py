@@ -18,7 +18,6 @@ import decimal
 import faulthandler
 import gc
 import json
-import linecache
 import locale
 import logging
 import multiprocessing
@@ -189,7 +188,6 @@ seen = {
     "context": len(list(contextvars.copy_context())),
     "temporary": [tempfile.gettempdir(), tempfile.template],
     "faulthandler": faulthandler.is_enabled(),
-    "linecache": len(linecache.cache),
     "resources": [resource.getrlimit(n) for n in range(9)],
     "descriptors": descriptors(),
     "ours": sorted(n for n in sys.modules if n.partition(".")[0] == "phalanx"),
