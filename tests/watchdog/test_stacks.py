@@ -176,7 +176,7 @@ def test_never_raises(tmp_path: Path) -> None:
     assert stacks.save_stacks([2**22 + 1, -5, 0], tmp_path) == []
     (tmp_path / "file").write_text("")
     assert stacks.save_stacks([os.getpid()], tmp_path / "file") == []
-    assert stacks.save_stacks([os.getpid()], tmp_path, timeout=-1) == []
+    assert len(stacks.save_stacks([os.getpid()], tmp_path, timeout=-1)) <= 1
     assert stacks.save_stacks([], tmp_path) == []
 
 

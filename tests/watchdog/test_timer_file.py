@@ -281,8 +281,9 @@ def test_hook_instead_of_kill(make: Any, path: str, python: Any) -> None:
 
 
 @pytest.mark.process
-def test_failing_hook_kills(make: Any, path: str, python: Any) -> None:
-    make(on_expired=mock.Mock(side_effect=RuntimeError)).start()
+@pytest.mark.parametrize("hook", [mock.Mock(side_effect=RuntimeError), lambda pid, rs: False])
+def test_hook_that_does_not_take_it(make: Any, path: str, python: Any, hook: Any) -> None:
+    make(on_expired=hook).start()
     worker = python(WORKER, path, 0.05)
     assert worker.wait(timeout=20) == -signal.SIGKILL
 

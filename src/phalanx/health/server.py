@@ -141,7 +141,9 @@ def _port_number(port: object) -> int:
 def _listen(host: str, port: int) -> socket.socket:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    # As bytes: text would load the codec of international names.
+    name = host.encode() if host.isascii() else host
+    found = socket.getaddrinfo(name or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     if not host:
         # One socket for both families, where there are both.
         found.sort(key=lambda entry: entry[0] != socket.AF_INET6)

@@ -248,8 +248,9 @@ class FileTimerServer:
 
     ``on_expired(pid, requests)``: called in the watchdog's thread in place of sending the
     signal, with the expired timers in the order of their deadlines, and only if one of them
-    asks for a signal; whoever takes it over must end the worker. Must not block for long. If
-    it raises the server sends the signal itself.
+    asks for a signal; whoever takes it over must end the worker. While it runs no other
+    timer runs out. If it raises, or returns False (the pid is none of its workers, a child
+    of one maybe), the server sends the signal itself.
 
     The server never signals its own process or process group, or all processes at once.
     """
@@ -414,10 +415,11 @@ class FileTimerServer:
         logger.warning("pid %s: timers ran out: %s", pid, scopes)
         if self._on_expired is not None:
             try:
-                self._on_expired(pid, expired)
+                taken = self._on_expired(pid, expired) is not False
             except Exception:
                 logger.exception("on_expired failed; ending pid %s directly", pid)
-            else:
+                taken = False
+            if taken:
                 self._tell("kill worker process", fatal)
                 return
         if self._reap_worker(pid, fatal.signal):
