@@ -164,7 +164,9 @@ def _shown(values: Sequence[float]) -> str:
     return f"{low:.{digits}f} / {mid:.{digits}f} / {high:.{digits}f}"
 
 
-def table(name: str, peer: str, rows: Sequence[Row], notes: Mapping[str, Any] | None = None) -> None:
+def table(
+    name: str, peer: str, rows: Sequence[Row], notes: Mapping[str, Any] | None = None
+) -> None:
     """Print the rows (min / median / max) and write ``bench/results/NAME.json``."""
     widths = (max(len(r.what) for r in rows), 26, 26)
     print(f"\n{name}: min / median / max; {platform.machine()}, {os.cpu_count()} cores")

@@ -10,7 +10,9 @@ from phalanx.cli.options import OPTIONS, UsageError, help_text, parse, wants_hel
 
 
 def test_what_follows_the_script_is_the_scripts() -> None:
-    got = parse(["--standalone", "args.py", "--log=x", "--r=16", "-m", "--help", "--", "--nnodes"], {})
+    got = parse(
+        ["--standalone", "args.py", "--log=x", "--r=16", "-m", "--help", "--", "--nnodes"], {}
+    )
     assert got.training_script == "args.py"
     assert got.training_script_args == ["--log=x", "--r=16", "-m", "--help", "--", "--nnodes"]
     assert got.standalone
@@ -38,7 +40,12 @@ def test_every_option_takes_both_spellings(option) -> None:
 
 def test_short_options_join_their_value() -> None:
     got = parse(["-r3", "-t", "0:1,1:2", "-m", "mod"], {})
-    assert (got.redirects, got.tee, got.module, got.training_script) == ("3", "0:1,1:2", True, "mod")
+    assert (got.redirects, got.tee, got.module, got.training_script) == (
+        "3",
+        "0:1,1:2",
+        True,
+        "mod",
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +103,12 @@ def test_help_shows_ten_options_first_and_all_on_request() -> None:
 
 @pytest.mark.parametrize(
     ("words", "asked"),
-    [("--help", "--help"), ("--nnodes 1 -h", "-h"), ("s.py --help", None), ("--log-dir -h s", None)],
+    [
+        ("--help", "--help"),
+        ("--nnodes 1 -h", "-h"),
+        ("s.py --help", None),
+        ("--log-dir -h s", None),
+    ],
 )
 def test_help_is_ours_only_before_the_script(words: str, asked: str | None) -> None:
     assert wants_help(words.split()) == asked

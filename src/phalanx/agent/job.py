@@ -49,13 +49,16 @@ from phalanx.process.supervisor import (
     WorkerProcess,
     WorkerSpoke,
 )
-from phalanx.recovery import episode as ep
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from phalanx.elastic.timer import FileTimerServer
     from phalanx.events import EventLog
     from phalanx.health import LoopHealth
+    from phalanx.process.preload import PreloadReport
     from phalanx.process.store_process import StoreProcess
+    from phalanx.recovery import episode as ep
 
 START_SECONDS = 600.0
 """How long the start of a group may take: the keeper's imports are in it."""
@@ -124,8 +127,8 @@ class JobAgent(SimpleElasticAgent):
         self._hung: dict[int, str] = {}  # worker id: why
         self._envs: dict[int, dict[str, str]] = {}
         self._store_process: StoreProcess | None = None
-        self._machine = ep.State.fresh(spec.local_world_size)
-        self._bounds = ep.Bounds()
+        # None until a worker says hello: a plain program needs no machine
+        self._machine: ep.State | None = None
         self._why_group: str | None = None
         self._kept: dict[int, dict[str, int]] = {}
         self._attempts: list[policy.Attempt] = []
@@ -163,9 +166,7 @@ class JobAgent(SimpleElasticAgent):
                 use_agent_store=self._serve_store(),
                 agent_env={**os.environ, **self.config.environment},
             )
-            worker_env.put_local_rank(
-                env, worker.local_rank, spec.virtual_local_rank, os.environ
-            )
+            worker_env.put_local_rank(env, worker.local_rank, spec.virtual_local_rank, os.environ)
             env["PHALANX_GENERATION"] = str(self.generation)
             env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self.config.signals
             self._envs[worker.local_rank] = env
@@ -185,15 +186,18 @@ class JobAgent(SimpleElasticAgent):
         for local_rank, path in dest.error_files.items():
             _forget(path)
             self._envs[local_rank].setdefault("TORCHELASTIC_ERROR_FILE", path)
-        self._machine = ep.State.fresh(
-            spec.local_world_size, self.generation, self._machine if self._all else None
-        )
+        if self._machine is not None:
+            self._machine = _episodes().State.fresh(
+                spec.local_world_size, self.generation, self._machine
+            )
         self._all, self._hung, self._workers = [], {}, {}
         with self.signals.interruptible():
             started = self._launch(range(spec.local_world_size))
         self._workers = {w.local_rank: w for w in started}
-        for worker in started:
-            self._hand_over(worker)
+        for process in started:
+            self._hand_over(process)
+        for happening in self.supervisor.wait(0):
+            self._take(happening)
         self._prepare_at = time.monotonic() + PREPARE_AFTER
         self.events.record(
             "workers_started",
@@ -284,9 +288,7 @@ class JobAgent(SimpleElasticAgent):
                 on_expired=self._on_timer_expired,
             )
             self._watchdog.start()
-            self.health.watch(
-                "watchdog", self._watchdog.get_last_progress_time, timeout=60.0
-            )
+            self.health.watch("watchdog", self._watchdog.get_last_progress_time, timeout=60.0)
         path_now = os.environ.get(TIMER_FILE) if self._watchdog is None else path
         if path_now:
             for env in self._envs.values():
@@ -336,15 +338,13 @@ class JobAgent(SimpleElasticAgent):
             self._tick()
             if self._why_group is not None:
                 return RunResult(state=WorkerState.FAILED)
-            if self._workers and all(
-                w.returncode == 0 and w.gone for w in self._workers.values()
-            ):
+            if self._workers and all(w.returncode == 0 and w.gone for w in self._workers.values()):
                 by_rank = {w.global_rank: None for w in self._worker_group.workers}
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=by_rank)
 
     def _patience(self) -> float:
         """Seconds until something is due, at most the monitor interval."""
-        due = [ep.next_deadline(self._machine), self._prepare_at]
+        due = [self._machine_due(), self._prepare_at]
         now = time.monotonic()
         waits = [max(0.0, t - now) for t in due if t is not None]
         return min([self._worker_group.spec.monitor_interval, *waits])
@@ -356,9 +356,9 @@ class JobAgent(SimpleElasticAgent):
             self._prepare_at = None
             if self.config.warm and self.config.program.warmable:
                 self.supervisor.prepare(self._worker_group.spec.local_world_size)
-        due = ep.next_deadline(self._machine)
+        due = self._machine_due()
         if due is not None and now >= due:
-            self._advance(ep.Tick())
+            self._advance(_episodes().Tick())
         if self._recovery is not None:
             self._see_recovered(now)
 
@@ -387,12 +387,18 @@ class JobAgent(SimpleElasticAgent):
                 error=str(happening.error),
             )
         elif isinstance(happening, KeeperReady):
-            self.events.record("keeper_ready", **happening.report)
-            if not happening.report.get("safe", True):
-                self.console.warn(
-                    f"workers start with a fresh interpreter: {happening.report.get('why_not')}"
-                )
-            self._warm_note = _warm_note(happening.report)
+            told = happening.report
+            self.events.record(
+                "keeper_ready",
+                imported=list(told.imported),
+                failed=dict(told.failed),
+                safe=told.safe,
+                why_not=told.why_not,
+                seconds=told.seconds,
+            )
+            if not told.safe:
+                self.console.warn(f"workers start with a fresh interpreter: {told.why_not}")
+            self._warm_note = _warm_note(told)
         elif isinstance(happening, KeeperLost):
             self._keeper_lost = happening.reason
             self._store_process = None
@@ -421,12 +427,14 @@ class JobAgent(SimpleElasticAgent):
         )
         if not self._is_current(worker):
             return
-        if worker.returncode == 0:
-            self._advance(ep.Finished(worker.local_rank))
-            return
-        self._advance(
-            ep.Died(worker.local_rank, report.how(self._end_of(worker, light=True)), progress.step)
-        )
+        how = report.how(self._end_of(worker, light=True))
+        if self._machine is None:
+            if worker.returncode != 0:
+                self._why_group = f"rank {worker.local_rank} {how}"
+        elif worker.returncode == 0:
+            self._advance(_episodes().Finished(worker.local_rank))
+        else:
+            self._advance(_episodes().Died(worker.local_rank, how, progress.step))
 
     # ------------------------------------------------------------------ recovery in place
 
@@ -442,6 +450,11 @@ class JobAgent(SimpleElasticAgent):
             return
         generation = _whole(say.get("generation"), self.generation)
         step = _whole(say.get("step"), None)
+        ep = _episodes()
+        if self._machine is None:
+            self._machine = ep.State.fresh(
+                self._worker_group.spec.local_world_size, self.generation
+            )
         if message.type == "hello":
             self._advance(ep.Hello(rank, generation, bool(say.get("waiting"))))
         elif message.type == "left":
@@ -477,10 +490,9 @@ class JobAgent(SimpleElasticAgent):
 
     def _advance(self, event: ep.Event) -> None:
         """Feed the machine and carry out what it says."""
+        assert self._machine is not None
         before = self._machine.episode
-        self._machine, effects = ep.advance(
-            self._machine, event, time.monotonic(), self._bounds
-        )
+        self._machine, effects = _episodes().advance(self._machine, event, time.monotonic())
         now = self._machine.episode
         if now is not None and (before is None or before.number != now.number):
             self.events.update(episode=now.number)
@@ -489,7 +501,11 @@ class JobAgent(SimpleElasticAgent):
         for effect in effects:
             self._carry_out(effect)
 
+    def _machine_due(self) -> float | None:
+        return None if self._machine is None else _episodes().next_deadline(self._machine)
+
     def _carry_out(self, effect: ep.Effect) -> None:
+        ep = _episodes()
         if isinstance(effect, ep.Replace):
             self._replace(effect.rank, effect.generation)
         elif isinstance(effect, ep.Regroup):
@@ -502,7 +518,7 @@ class JobAgent(SimpleElasticAgent):
         elif isinstance(effect, ep.RestartGroup):
             self.events.record("restart_group", why=effect.why)
             self._why_group = effect.why
-        else:
+        elif isinstance(effect, ep.Recovered):
             self._recovered_in_place(effect)
 
     def _replace(self, rank: int, generation: int) -> None:
@@ -562,9 +578,7 @@ class JobAgent(SimpleElasticAgent):
         done = effect.episode
         self.timeline.in_place += 1
         self.timeline.recovering += effect.seconds
-        lost = [
-            n for _, r in done.reports if isinstance(n := r.get("lost_steps"), int) and n >= 0
-        ]
+        lost = [n for _, r in done.reports if isinstance(n := r.get("lost_steps"), int) and n >= 0]
         self.timeline.lose(max(lost) if lost else None)
         phases = ", ".join(f"{name} +{seconds(at)}" for name, at in done.phases)
         who = (
@@ -582,7 +596,9 @@ class JobAgent(SimpleElasticAgent):
         )
         self.events.update(episode=None)
         steps = f"; {max(lost)} finished steps lost" if lost else ""
-        self.console.good(f"{who}, training again after {seconds(effect.seconds)} ({phases}{steps})")
+        self.console.good(
+            f"{who}, training again after {seconds(effect.seconds)} ({phases}{steps})"
+        )
 
     # ------------------------------------------------------------------ hangs
 
@@ -787,7 +803,9 @@ class JobAgent(SimpleElasticAgent):
             console.fail(self._why_group or "the workers ended")
         else:
             console.fail(report.describe(root))
-            console.quote(report.evidence(root))
+            assert self.verdict is not None
+            if root.log_file or not self.verdict.restart:  # else it stands a few lines above
+                console.quote(report.evidence(root))
             if root.log_file:
                 console.say(f"its stderr: {root.log_file}")
         others = report.victims(self.ends, root)
@@ -796,7 +814,9 @@ class JobAgent(SimpleElasticAgent):
         assert self.verdict is not None
         if self.verdict.restart:
             number, budget = len(self._attempts), self._worker_group.spec.max_restarts
-            console.say(f"restarting all {len(self.ends)} workers (restart {number} of {budget})")
+            count = len(self.ends)
+            who = f"all {count} workers" if count > 1 else "the worker"
+            console.say(f"restarting {who} (restart {number} of {budget})")
         else:
             console.fail(f"not restarted: {self.verdict.reason}")
 
@@ -892,7 +912,7 @@ class JobAgent(SimpleElasticAgent):
                     else None,
                 }
             )
-        episode = self._machine.episode
+        episode = self._machine.episode if self._machine else None
         return {
             "run_id": self.config.run_id,
             "state": self._worker_group.state.value,
@@ -903,6 +923,13 @@ class JobAgent(SimpleElasticAgent):
             "recovering": episode.cause if episode else None,
             "workers": workers,
         }
+
+
+def _episodes() -> ModuleType:
+    """The recovery machine, imported when the first worker can be recovered in place."""
+    from phalanx.recovery import episode
+
+    return episode
 
 
 def _forget(path: str) -> None:
@@ -925,11 +952,11 @@ def _class_of(exception: str) -> str:
     return exception.split(":", 1)[0].strip().rsplit(".", 1)[-1]
 
 
-def _warm_note(known: Mapping[str, Any]) -> str:
-    imported = [m for m in known.get("imported", ()) if "." not in m]
+def _warm_note(told: PreloadReport) -> str:
+    imported = [m for m in told.imported if "." not in m]
     if not imported:
         return ""
-    return f", {', '.join(imported)} imported once in {seconds(float(known.get('seconds', 0)))}"
+    return f", {', '.join(imported)} imported once in {seconds(told.seconds)}"
 
 
 def _end_json(end: report.WorkerEnd) -> dict[str, Any]:

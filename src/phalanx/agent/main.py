@@ -15,7 +15,7 @@ from phalanx.elastic.multiprocessing import SignalException
 from phalanx.elastic.rendezvous.api import RendezvousError
 from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
 from phalanx.events import EventLog
-from phalanx.health import HealthServer, LoopHealth
+from phalanx.health import LoopHealth
 
 if TYPE_CHECKING:
     from phalanx.agent.config import JobConfig
@@ -27,7 +27,12 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
     console = Console()
     events = EventLog(config.events, "agent", run_id=config.run_id, epoch=0, node=0)
     health = LoopHealth()
-    server = HealthServer(health, config.health_port, config.health_host)
+    server = None
+    if config.health_port is not None:
+        from phalanx.health import HealthServer
+
+        server = HealthServer(health, config.health_port, config.health_host)
+        server.start()
     handler = LocalRendezvousHandler(
         "phalanx",
         config.run_id,
@@ -53,8 +58,6 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
             console.fail(str(error))
             return exit_codes.USAGE
         health.facts = agent.facts
-        if config.health_port is not None:
-            server.start()
         agent.signals.install()
         events.record("run_began", argv=list(config.program.argv), nproc=config.nproc)
         status = _run(agent, console)
@@ -66,7 +69,8 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
             agent.streams.close()
             agent.signals.restore()
         handler.shutdown()
-        server.stop()
+        if server is not None:
+            server.stop()
         events.close()
 
 

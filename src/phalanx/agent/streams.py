@@ -24,7 +24,7 @@ class Streams:
     """
 
     def __init__(self, config: JobConfig) -> None:
-        """Raises NotADirectoryError or ValueError for a log folder or logs specs that will not do."""
+        """Raises OSError or ValueError for a log folder or logs specs that will not do."""
         self.config = config
         self._temporary: str | None = None
         self.keeps_logs = config.log_dir is not None or config.logs_specs is not None

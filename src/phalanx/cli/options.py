@@ -224,9 +224,7 @@ OPTIONS: tuple[Option, ...] = (
         "observing",
         env="",
     ),
-    Option(
-        ("--role",), "default", "name of these workers' role", str, "NAME", "torchrun's others"
-    ),
+    Option(("--role",), "default", "name of these workers' role", str, "NAME", "torchrun's others"),
     Option(
         ("--start-method",),
         "spawn",
@@ -269,12 +267,8 @@ OPTIONS: tuple[Option, ...] = (
         group="torchrun's others",
     ),
     Option(("--nnodes",), "1:1", "nodes: N or MIN:MAX (one for now)", str, "N", "several nodes"),
-    Option(
-        ("--standalone",), False, "one node, everything chosen", None, group="several nodes"
-    ),
-    Option(
-        ("--rdzv-backend",), "static", "static or c10d", str, "NAME", group="several nodes"
-    ),
+    Option(("--standalone",), False, "one node, everything chosen", None, group="several nodes"),
+    Option(("--rdzv-backend",), "static", "static or c10d", str, "NAME", group="several nodes"),
     Option(("--rdzv-endpoint",), "", "where nodes meet", str, "HOST:PORT", "several nodes"),
     Option(("--rdzv-id",), "none", "name of the job", str, "ID", "several nodes"),
     Option(("--rdzv-conf",), "", "key=value,... for the backend", str, "K=V", "several nodes"),

@@ -219,9 +219,7 @@ def why_not_in_place(state: State, bounds: Bounds) -> str | None:
     if any(m.finished for m in state.members):
         return "a rank had already finished"
     fresh = state.episode.replaced if state.episode else frozenset()
-    if any(
-        m.alive and not m.in_loop and rank not in fresh for rank, m in enumerate(state.members)
-    ):
+    if any(m.alive and not m.in_loop and rank not in fresh for rank, m in enumerate(state.members)):
         return "not every rank uses phalanx.training, or is in its loop"
     if bounds.in_place is not None and state.replaced >= bounds.in_place:
         return f"all {bounds.in_place} recoveries in place are used"
@@ -263,9 +261,7 @@ def _round(
             reports=(),
         )
     replaced = (episode.replaced | set(dead)) if dead else episode.replaced
-    waits_for_build = any(
-        r in dead or not state.members[r].in_loop for r in replaced
-    )
+    waits_for_build = any(r in dead or not state.members[r].in_loop for r in replaced)
     episode = replace(
         episode,
         replaced=replaced,
@@ -292,9 +288,7 @@ def _phase(state: State, name: str, now: float) -> State:
     episode = state.episode
     assert episode is not None
     phases = tuple(p for p in episode.phases if p[0] != name)
-    return replace(
-        state, episode=replace(episode, phases=(*phases, (name, now - episode.began)))
-    )
+    return replace(state, episode=replace(episode, phases=(*phases, (name, now - episode.began))))
 
 
 def advance(
@@ -357,9 +351,7 @@ def advance(
     return replace(state, episode=None), [Recovered(done, now - done.began)]
 
 
-def _fault(
-    state: State, event: Fault, now: float, bounds: Bounds
-) -> tuple[State, list[Effect]]:
+def _fault(state: State, event: Fault, now: float, bounds: Bounds) -> tuple[State, list[Effect]]:
     if event.generation < state.generation or not state.members[event.rank].alive:
         return state, []  # of a generation that is already being left
     if event.kind in ("bug", "memory"):
@@ -385,15 +377,11 @@ def _tick(state: State, now: float, bounds: Bounds) -> tuple[State, list[Effect]
     if e.left_by is not None and now >= e.left_by:
         late = [r for r, m in enumerate(state.members) if m.alive and m.left < state.generation]
         state = replace(state, episode=replace(e, left_by=None))
-        return state, [
-            Kill(r, f"did not leave its step within {bounds.left:g} s") for r in late
-        ]
+        return state, [Kill(r, f"did not leave its step within {bounds.left:g} s") for r in late]
     if e.built_by is not None and now >= e.built_by:
         late = [r for r in e.replaced if not state.members[r].in_loop]
         state = replace(state, episode=replace(e, built_by=None))
-        return state, [
-            Kill(r, f"was not ready within {bounds.built:g} s") for r in sorted(late)
-        ]
+        return state, [Kill(r, f"was not ready within {bounds.built:g} s") for r in sorted(late)]
     if e.good_by is not None and now >= e.good_by:
         return _give_up(state, f"no good step within {bounds.good:g} s of the fault")
     return state, []

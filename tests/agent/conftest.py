@@ -1,0 +1,114 @@
+"""A real ``phalanx run`` in a process of its own, bounded, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 60.0
+
+
+class Job:
+    """One ``phalanx run``. Its workers write lines into ``folder`` with ``say``."""
+
+    def __init__(self, folder: Path, words: list[str], env: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.events_file = folder / "events.jsonl"
+        environment = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("PET_", "TORCHELASTIC_", "PHALANX_"))
+        }
+        environment.update(env or {}, TEST_OUT=str(folder))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", "run", "--events", str(self.events_file), *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+        self.pid = self.process.pid
+        self.out = self.err = ""
+
+    def wait(self, limit: float = LIMIT) -> int:
+        """The exit status; ``out`` and ``err`` are known afterwards."""
+        self.out, self.err = self.process.communicate(timeout=limit)
+        return self.process.returncode
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        if not self.events_file.exists():
+            return []
+        rows = [json.loads(r) for r in self.events_file.read_text().splitlines() if r.endswith("}")]
+        return [r for r in rows if kind is None or r["kind"] == kind]
+
+    def said(self) -> list[str]:
+        path = self.folder / "said"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def until(self, true: Callable[[], Any], limit: float = LIMIT) -> Any:
+        """Wait until something is so, looking whenever the folder may have changed."""
+        end = time.monotonic() + limit
+        while not (value := true()):
+            assert time.monotonic() < end, f"not so within {limit} s"
+            assert self.process.poll() is None or (value := true()), "the job ended first"
+            select.select([], [], [], 0.01)
+        return value
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """``job("options", "source of the script", env={}, args=[])`` starts one."""
+    jobs: list[Job] = []
+
+    def start(
+        options: str, source: str, env: dict[str, str] | None = None, args: list[str] | None = None
+    ) -> Job:
+        head = textwrap.dedent(
+            """
+            import os, signal, sys, time
+            RANK = int(os.environ["RANK"]); ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            def say(*words):
+                line = " ".join(map(str, words)) + "\\n"
+                fd = os.open(os.environ["TEST_OUT"] + "/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                os.write(fd, line.encode()); os.close(fd)
+            def wait_for(name, limit=50):
+                end = time.monotonic() + limit
+                while not os.path.exists(os.environ["TEST_OUT"] + "/" + name):
+                    if time.monotonic() > end: sys.exit(99)
+                    time.sleep(0.01)
+            """
+        )
+        script = tmp_path / "script.py"
+        script.write_text(head + textwrap.dedent(source))
+        jobs.append(Job(tmp_path, [*options.split(), str(script), *(args or [])], env))
+        return jobs[-1]
+
+    start.raw = lambda words, env=None: jobs.append(Job(tmp_path, words, env)) or jobs[-1]  # type: ignore[attr-defined]
+    yield start
+    for one in jobs:
+        if one.process.poll() is None:
+            one.process.send_signal(signal.SIGKILL)
+        one.process.communicate(timeout=20)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
