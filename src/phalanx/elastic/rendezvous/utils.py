@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 
@@ -67,6 +66,10 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
 
 
 def _is_ip_v6(text: str) -> bool:
+    if text.count(":") < 2:
+        return False
+    import ipaddress
+
     try:
         return ipaddress.ip_address(text).version == 6
     except ValueError:
@@ -75,6 +78,8 @@ def _is_ip_v6(text: str) -> bool:
 
 def _matches_machine_hostname(host: str) -> bool:
     """Whether ``host`` is a name or an address of this machine, as far as the resolver tells."""
+    import ipaddress
+
     if host == "localhost":
         return True
     try:
