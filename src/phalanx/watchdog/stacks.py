@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 __all__ = ["STACKS_FILE_ENV", "STACKS_SIGNAL", "arm", "arm_from_env", "save_stacks"]
 
@@ -36,7 +36,7 @@ _AT_ONCE = 8  # processes looked at at the same time
 _PATIENCE = 2.0  # seconds for an armed process to begin
 _PR_SET_PTRACER = 0x59616D61
 
-_armed_file: IO[str] | None = None
+_armed_fd = -1
 
 
 # -- in the worker --------------------------------------------------------------------------------
@@ -49,19 +49,21 @@ def arm(path: str | os.PathLike[str], tracer: int | None = None) -> bool:
     look into this one where the kernel restricts that to ancestors. False, and nothing
     changed, if the program has taken the signal or the file cannot be written. Never raises.
     """
-    global _armed_file
+    global _armed_fd
     try:
         if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL or (
-            _armed_file is None and _catches(os.getpid(), STACKS_SIGNAL)
+            _armed_fd < 0 and _catches(os.getpid(), STACKS_SIGNAL)
         ):
             return False
         import faulthandler
 
-        file = open(path, "w", encoding="ascii")  # as long as the process lives
-        file.write(_mark(os.getpid()))
-        file.flush()
-        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
-        _armed_file = file
+        # Open as long as the process lives.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.write(fd, _mark(os.getpid()).encode())
+        faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+        if _armed_fd >= 0:
+            os.close(_armed_fd)
+        _armed_fd = fd
         if tracer is not None:
             import ctypes
 
