@@ -367,9 +367,10 @@ def _from(base: str, names: Iterable[str], line: int, at_load: bool) -> Iterator
             yield Import(whole, line, at_load, member=True)
 
 
+_REST = rb"(?:\\\n|[^\n;])+"  # of a statement
 _IMPORT = re.compile(
-    rb"^([ \t]*)(?:import[ \t]+([^\n;#]+)"
-    rb"|from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n;]+(?:\\\n[^\n;]+)*))",
+    rb"^([ \t]*)(?:import[ \t]+(" + _REST + rb")"
+    rb"|from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|" + _REST + rb"))",
     re.MULTILINE,
 )
 _TYPE_CHECKING = re.compile(
@@ -407,7 +408,7 @@ def quick(text: bytes) -> Iterator[Import]:
 
 
 def _aliased(names: str) -> Iterator[str]:
-    for line in names.strip("()").replace("\\\n", " ").splitlines():
+    for line in names.replace("\\\n", " ").splitlines():
         for part in line.partition("#")[0].strip(" ()").split(","):
             if words := part.split():
                 yield words[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from phalanx.process.preload import PreloadPlan, PreloadReport
 
 # Another interpreter to try the same with; it needs PYTHONPATH=src.
 PYTHON = os.environ.get("PHALANX_TEST_PYTHON", sys.executable)
+NOTHING = PreloadPlan()
 KEEPER = Path(__file__).with_name("mini_keeper.py")
 
 
@@ -53,6 +55,12 @@ class MiniKeeper:
         assert line, f"the keeper died: {self.process.wait(10)}"
         return int(line)
 
+    def sweep(self) -> None:
+        """End the processes that imports started."""
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            for pid in file.read().split():
+                os.kill(int(pid), signal.SIGKILL)
+
     def close(self) -> None:
         os.close(self._orders)
         self._reader.close()
@@ -84,7 +92,17 @@ def keepers(base_env: dict[str, str]) -> Iterator[Callable[[PreloadPlan], MiniKe
         keeper.close()
 
 
-Run = Callable[..., Outcome]
+@pytest.fixture
+def mini_keeper() -> Iterator[Callable[..., MiniKeeper]]:
+    made: list[MiniKeeper] = []
+
+    def make(plan: PreloadPlan, env: Mapping[str, str]) -> MiniKeeper:
+        made.append(MiniKeeper(plan, env))
+        return made[-1]
+
+    yield make
+    for keeper in made:
+        keeper.close()
 
 
 def _redirections(folder: Path, stdio: Sequence[str | None]) -> list[tuple[str | None, int]]:
@@ -107,7 +125,7 @@ def run_both(
     def run(
         words: Sequence[str],
         *,
-        plan: PreloadPlan = PreloadPlan(),
+        plan: PreloadPlan = NOTHING,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         stdio: Sequence[str | None] = ("/dev/null", "out", "err"),
@@ -148,7 +166,9 @@ def run_both(
                 Outcome(
                     status,
                     *(
-                        (folder / name).read_text(errors="surrogateescape") if (folder / name).exists() else ""
+                        (folder / name).read_text(errors="surrogateescape")
+                        if (folder / name).exists()
+                        else ""
                         for name in ("out", "err", "finish")
                     ),
                 )

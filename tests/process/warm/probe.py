@@ -3,6 +3,7 @@
 Further words: modules to import first.
 """
 
+# ruff: noqa: E402
 import importlib
 import sys
 
@@ -128,9 +129,7 @@ seen = {
     "stdin": stream(sys.stdin),
     "stdout": stream(sys.stdout),
     "stderr": stream(sys.stderr),
-    "same": [
-        getattr(sys, n) is getattr(sys, f"__{n}__") for n in ("stdin", "stdout", "stderr")
-    ],
+    "same": [getattr(sys, n) is getattr(sys, f"__{n}__") for n in ("stdin", "stdout", "stderr")],
     "environ": list(os.environ.items()),
     "environment of a child": child_environment(),
     "posix": [[os.fsdecode(k), os.fsdecode(v)] for k, v in posix.environ.items()],
@@ -209,7 +208,7 @@ if "torch" in sys.modules:
         torch.are_deterministic_algorithms_enabled(),
         "torch._dynamo" in sys.modules,
     ]
-    with open("/proc/self/task/%d/children" % os.getpid()) as file:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
         seen["torch's children"] = file.read().split()
 
 atexit.register(print, "at exit", sep="")

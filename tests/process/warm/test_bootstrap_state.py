@@ -55,7 +55,12 @@ def test_environment_and_folder_are_the_programs(probe, tmp_path):
     (tmp_path / "temporary").mkdir()
     fresh, warm = probe(
         [str(PROBE)],
-        env={"RANK": "3", "EMPTY": "", "ODD": "a=b\u00e9\udcff", "TMPDIR": str(tmp_path / "temporary")},
+        env={
+            "RANK": "3",
+            "EMPTY": "",
+            "ODD": "a=b\u00e9\udcff",
+            "TMPDIR": str(tmp_path / "temporary"),
+        },
         cwd=tmp_path / "elsewhere",
     )
     assert differences(fresh, warm) == {}
