@@ -47,7 +47,10 @@ def test_a_killed_worker_costs_one_restart(job, warm: str) -> None:
         """
         say("start", RANK, ATTEMPT, os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])
         if ATTEMPT == 0:
-            if RANK == 1: os.kill(os.getpid(), signal.SIGKILL)
+            if RANK == 1:
+                wait_for("zero")
+                os.kill(os.getpid(), signal.SIGKILL)
+            open(os.environ["TEST_OUT"] + "/zero", "w").close()
             wait_for("never")
         """,
     )
@@ -62,8 +65,11 @@ def test_a_killed_worker_costs_one_restart(job, warm: str) -> None:
     assert "was killed by SIGKILL" in run.err
     assert "restart 1 of 1" in run.err
     assert "other ranks: 0 stopped" in run.err
-    (died,) = [e for e in run.events("worker_died") if not e["data"]["stopped"]]
-    assert died["data"]["returncode"] == -9
+    ends = [e["data"] for e in run.events("worker_died") if e["attempt"] == 0]
+    assert {e["local_rank"]: (e["returncode"], e["stopped"]) for e in ends} == {
+        0: (-15, True),
+        1: (-9, False),
+    }
     assert [e["attempt"] for e in run.events("workers_started")] == [0, 1]
 
 

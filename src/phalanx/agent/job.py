@@ -721,7 +721,8 @@ class JobAgent(SimpleElasticAgent):
         self.streams.end_attempt()
         current = list(self._workers.values())
         self.ends = [self._end_of(w) for w in current]
-        self.root = root = report.root_cause(self.ends)
+        # whoever died with the keeper is its victim
+        self.root = root = None if self._keeper_lost else report.root_cause(self.ends)
         deaths = [w.dead_ns for w in current if w.dead_ns is not None]
         first = min(deaths) / 1e9 if deaths else time.monotonic()
         if root is not None and root.dead_ns is not None:
@@ -800,7 +801,7 @@ class JobAgent(SimpleElasticAgent):
     def _say_failure(self, root: report.WorkerEnd | None) -> None:
         console = self.console
         if root is None:
-            console.fail(self._why_group or "the workers ended")
+            console.fail(self._keeper_lost or self._why_group or "the workers ended")
         else:
             console.fail(report.describe(root))
             assert self.verdict is not None
@@ -809,7 +810,7 @@ class JobAgent(SimpleElasticAgent):
             if root.log_file:
                 console.say(f"its stderr: {root.log_file}")
         others = report.victims(self.ends, root)
-        if others:
+        if others and not self._keeper_lost:
             console.say(others)
         assert self.verdict is not None
         if self.verdict.restart:
