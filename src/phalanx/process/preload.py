@@ -348,7 +348,8 @@ def perform(plan: PreloadPlan) -> PreloadReport:
             os.environ.clear()
             os.environ.update(environment)
             bootstrap.inherit(changed, ourselves=any(_is_ours(name) for name in imported))
-            why_not = _trial() or before.what_changed()
+            why_not = _trial()
+        why_not = why_not or before.what_changed()
     finally:
         if collecting:
             gc.enable()

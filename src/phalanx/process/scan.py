@@ -51,7 +51,8 @@ class ImportScan(NamedTuple):
     """What a program imports, wherever it does so, but for ``if TYPE_CHECKING``.
 
     ``imports`` are top-level names and ``dotted`` the modules, of the program and of its own
-    modules; ``direct`` what the main file imports when it is loaded, in order; ``lines`` the
+    modules; ``direct`` what the main file imports when it is loaded, in order, and ``certain``
+    those of them that it imports in any case (no ``if`` or ``try`` around); ``lines`` the
     line of the main file that first imports a top-level name; ``local`` the top-level names
     that are the program's own; ``files`` those that were read, the main file first;
     ``complete`` false when a bound was reached; ``first_path`` what the program will have
@@ -63,6 +64,7 @@ class ImportScan(NamedTuple):
     imports: frozenset[str] = frozenset()
     dotted: frozenset[str] = frozenset()
     direct: tuple[str, ...] = ()
+    certain: tuple[str, ...] = ()
     lines: Mapping[str, int] = {}
     local: frozenset[str] = frozenset()
     uses_optimizer: bool = False
@@ -197,9 +199,8 @@ class _Reader:
             first_path=self.first,
             imports=frozenset(self.imports),
             dotted=frozenset(self.dotted),
-            direct=tuple(
-                dict.fromkeys(i.name for i in found if i.at_load and i.name in self.dotted)
-            ),
+            direct=_distinct(i.name for i in found if i.at_load and i.name in self.dotted),
+            certain=_distinct(i.name for i in found if i.certain and i.name in self.dotted),
             lines=lines,
             local=frozenset(self.local),
             uses_optimizer=self.optim or bool(self.imports & TRAINERS - self.local),
@@ -287,6 +288,10 @@ class _Reader:
             self._take(item, package, line)
 
 
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
 def _is_module(name: str) -> bool:
     """Whether an installed package has a module of this full name, as far as files tell."""
     parts = name.split(".")
@@ -319,52 +324,55 @@ def _absolute(name: str, package: str) -> str | None:
 class Import(NamedTuple):
     """One name imported; a relative one keeps its dots.
 
-    ``at_load``: not inside a function; ``member``: from a module, and perhaps one itself.
+    ``at_load``: not inside a function; ``certain``: nor inside an ``if`` or ``try``;
+    ``member``: from a module, and perhaps one itself.
     """
 
     name: str
     line: int
     at_load: bool
+    certain: bool = False
     member: bool = False
 
 
 def careful(tree: ast.Module) -> Iterator[Import]:
     """Imports by the syntax tree: for the main file."""
-    yield from _statements(tree.body, at_load=True)
+    yield from _statements(tree.body, at_load=True, certain=True)
 
 
-def _statements(body: Iterable[ast.AST], at_load: bool) -> Iterator[Import]:
+def _statements(body: Iterable[ast.AST], at_load: bool, certain: bool) -> Iterator[Import]:
     for node in body:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, at_load)
+                yield Import(alias.name, node.lineno, at_load, certain)
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             names = (alias.name for alias in node.names)
-            yield from _from(base, names, node.lineno, at_load)
+            yield from _from(base, names, Import("", node.lineno, at_load, certain))
         elif isinstance(node, ast.If) and _is_type_checking(node.test):
-            yield from _statements(node.orelse, at_load)
+            yield from _statements(node.orelse, at_load, certain)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _statements(node.body, at_load=False)
+            yield from _statements(node.body, False, False)
         else:
+            sure = certain and isinstance(node, (ast.With, ast.ClassDef))
             # Statements only: the rest of the tree is large and imports nothing.
             for name in ("body", "handlers", "cases", "orelse", "finalbody"):
                 inner = getattr(node, name, None)
                 if isinstance(inner, list):
-                    yield from _statements(inner, at_load)
+                    yield from _statements(inner, at_load, sure)
 
 
 def _is_type_checking(test: ast.expr) -> bool:
     return "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
 
 
-def _from(base: str, names: Iterable[str], line: int, at_load: bool) -> Iterator[Import]:
+def _from(base: str, names: Iterable[str], like: Import) -> Iterator[Import]:
     if base.strip("."):
-        yield Import(base, line, at_load)
+        yield like._replace(name=base)
     for name in names:
         if name != "*":
             whole = base + name if base.endswith(".") else f"{base}.{name}"
-            yield Import(whole, line, at_load, member=True)
+            yield like._replace(name=whole, member=True)
 
 
 _REST = rb"(?:\\\n|[^\n;])+"  # of a statement
@@ -404,7 +412,7 @@ def quick(text: bytes) -> Iterator[Import]:
                     yield Import(name, 0, not indent)
         elif _NAME.fullmatch(base) or not base.strip("."):
             good = (name for name in _aliased(names) if name.isidentifier())
-            yield from _from(base, good, 0, not indent)
+            yield from _from(base, good, Import("", 0, not indent))
 
 
 def _aliased(names: str) -> Iterator[str]:

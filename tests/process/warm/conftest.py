@@ -41,7 +41,9 @@ class MiniKeeper:
                 json.dumps(plan.to_json()),
             ],
             pass_fds=(orders, answers),
-            stdin=subprocess.DEVNULL,
+            # Pipes, as an agent may have: none of an import's making.
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             env=dict(env),
         )
         os.close(orders)
@@ -64,6 +66,9 @@ class MiniKeeper:
     def close(self) -> None:
         os.close(self._orders)
         self._reader.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
         try:
             self.process.wait(20)
         finally:

@@ -69,6 +69,7 @@ def test_imports(read):
     assert "torch.nn.functional" in found.dotted
     assert "torch.Tensor" not in found.dotted
     assert "deferred" not in found.direct and "classy" in found.direct
+    assert found.certain[-2:] == ("classy", "within") and "fast" not in found.certain
     assert found.uses_optimizer
     assert found.problem is None and found.complete
     assert found.lines["torch"] == 3
