@@ -60,6 +60,7 @@ MORE_PARAMETERS = {
     "LaunchConfig.__init__": {"exit_barrier_timeout"},
     "LocalElasticAgent._stop_workers": {"is_restart"},
     "LocalElasticAgent._shutdown": {"is_restart"},
+    "elastic.agent.server.local_elastic_agent.start_processes": {"ours"},
 }
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -88,6 +89,8 @@ def clean_environment(monkeypatch):
             "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
         ):  # fmt: skip
             monkeypatch.delenv(name)
+    # Another test may have imported it; then the agent would serve the store.
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
 
 
 @pytest.fixture

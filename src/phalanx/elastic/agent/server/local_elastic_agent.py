@@ -6,13 +6,18 @@ import json
 import os
 import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.elastic import events
 from phalanx.elastic.agent.server import worker_env as environment
 from phalanx.elastic.agent.server.api import (
+    DEFAULT_ROLE,
     RunResult,
     SimpleElasticAgent,
     WorkerGroup,
@@ -27,6 +32,7 @@ from phalanx.elastic.agent.server.health_check_server import (
 )
 from phalanx.elastic.metrics import prof
 from phalanx.elastic.multiprocessing import PContext, start_processes
+from phalanx.elastic.multiprocessing.api import handled_signals
 from phalanx.elastic.utils.logging import get_logger
 from phalanx.elastic.utils.process_state import is_uninterruptible_state, read_proc_state
 from phalanx.process import tree
@@ -52,6 +58,7 @@ TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE
 
 _WATCHDOG_INTERVAL = 0.1  # seconds
 _HEALTH_TIMEOUT = 60  # seconds without progress
+_STORE_TIMEOUT = 300  # seconds
 
 logger = get_logger(__name__)
 
@@ -96,6 +103,9 @@ class LocalElasticAgent(SimpleElasticAgent):
     :meth:`_serve_store`, :meth:`_make_watchdog`.
     """
 
+    # False in an agent that handles signals in a way of its own.
+    _handle_signals = True
+
     def __init__(
         self,
         spec: WorkerSpec,
@@ -121,6 +131,18 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._uninterruptible_state_first_seen: dict[int, float] = {}
         self._stopping_workers_only = False
         self._early_returns = 0
+        self._workers_store: Any = None  # torch's, while this process serves it
+        self._signals = ExitStack()
+        self._signals_held = False
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers to their end.
+
+        From the first start of workers until this returns, signals become ``SignalException``
+        (on the main thread), the exit barrier and the time between two groups included.
+        """
+        with self._signals:
+            return super().run(role)
 
     # Starting.
 
@@ -176,6 +198,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()
+        self._hold_signals()
         self._early_returns = 0
         self._pcontext = self._start_processes(
             name=spec.role,
@@ -189,7 +212,18 @@ class LocalElasticAgent(SimpleElasticAgent):
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
         )
+        # The context stops workers by itself when one of them fails: with our patience.
+        self._pcontext.shutdown_timeout = self._shutdown_timeout
         return dict(self._pcontext.pids())
+
+    def _hold_signals(self) -> None:
+        """Keep the handlers that a process context would take down with itself."""
+        if not self._handle_signals or threading.current_thread() is not threading.main_thread():
+            return
+        if not self._signals_held:
+            self._signals_held = True
+            self._signals.callback(setattr, self, "_signals_held", False)
+            self._signals.enter_context(handled_signals())
 
     def _start_processes(self, **how: Any) -> PContext:
         """Start the processes; ``how`` is what ``start_processes`` takes, by name."""
@@ -202,12 +236,26 @@ class LocalElasticAgent(SimpleElasticAgent):
         environment.put_local_rank(worker_env, local_rank, spec.virtual_local_rank, os.environ)
 
     def _serve_store(self, worker_group: WorkerGroup) -> None:
-        """Serve the store of the workers, if this agent can. This one cannot.
+        """Serve the store of the workers, if this agent can; until they are stopped.
 
-        Without it the workers are told that worker 0 serves the store. An agent that can
-        takes the socket with :meth:`_claim_store_listener` here and has it served until the
-        workers are stopped.
+        This one can when the program it runs in has imported torch. Otherwise the workers are
+        told that worker 0 serves the store. Another agent takes the socket with
+        :meth:`_claim_store_listener` and has it served in its own way.
         """
+        store_class = getattr(sys.modules.get("torch.distributed"), "TCPStore", None)
+        listener = None if store_class is None else self._claim_store_listener(worker_group)
+        if store_class is None or listener is None:
+            return
+        host, port = listener.getsockname()[:2]
+        self._workers_store = store_class(
+            {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host),
+            port,
+            None,
+            True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_STORE_TIMEOUT),
+            master_listen_fd=os.dup(listener.fileno()),
+        )
 
     def _claim_store_listener(self, worker_group: WorkerGroup) -> socket.socket | None:
         """The listening socket at which the workers will look for their store.
@@ -482,6 +530,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._health_check_server = None
         if self._pcontext:
             self._pcontext.close(death_sig, timeout)
+        self._workers_store = None
 
 
 def _fresh_timer_path() -> str:
