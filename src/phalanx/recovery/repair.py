@@ -71,9 +71,9 @@ class Plan:
 def choose(holdings: Sequence[Holding]) -> Plan:
     """The newest state that is whole: every shard has a holder of it.
 
-    First a step that is in the memory of a clean holder for every shard, unless there is a
-    newer snapshot of every shard; else that snapshot; else the newest checkpoint that everybody
-    can read; else `Origin.NONE`.
+    The newest of: a step that is in the memory of a clean holder for every shard; a snapshot
+    that every shard has; a checkpoint that everybody can read. Of the same step in that order.
+    None of them: `Origin.NONE`.
 
     :raises ValueError: no ranks, or one twice.
     """
@@ -97,42 +97,44 @@ def choose(holdings: Sequence[Holding]) -> Plan:
     }
     in_snapshot = _newest(list(kept.values()))
 
-    if in_memory is not None and (in_snapshot is None or in_snapshot <= in_memory):
+    checkpoints = [h.checkpoint for h in ordered if h.checkpoint is not None]
+    in_storage = min(checkpoints) if len(checkpoints) == len(ordered) else None
+
+    found = (
+        (Origin.REPLICA, in_memory),
+        (Origin.SNAPSHOT, in_snapshot),
+        (Origin.CHECKPOINT, in_storage),
+    )
+    best = max((step for _, step in found if step is not None), default=None)
+    missing = [shard for shard in shards if not held[shard]]
+    if in_memory is not None:
+        lack = f"memory is whole at step {in_memory} only"
+    elif missing:
+        lack = f"no clean holder of shard {missing[0]}"
+    else:
+        lack = "the shards' clean holders are at different steps"
+    if best is None:
+        why = f"{lack}, no snapshot, no checkpoint that all can read"
+        return Plan(Origin.NONE, -1, furthest=furthest, why=why)
+    if best == in_memory:
         return Plan(
             Origin.REPLICA,
-            in_memory,
-            transfers=_pairs(ordered, lambda h: _good(h) and h.step == in_memory),
+            best,
+            transfers=_pairs(ordered, lambda h: _good(h) and h.step == best),
             furthest=furthest,
-            why=f"every shard has a clean holder of step {in_memory}",
+            why=f"every shard has a clean holder of step {best}",
         )
-    missing = [shard for shard in shards if not held[shard]]
-    lack = (
-        f"no clean holder of shard {missing[0]}"
-        if missing
-        else "the shards' clean holders are at different steps"
-    )
-    if in_snapshot is not None:
+    if best == in_snapshot:
         return Plan(
             Origin.SNAPSHOT,
-            in_snapshot,
-            load=tuple(h.rank for h in ordered if in_snapshot in h.snapshots),
-            transfers=_pairs(ordered, lambda h: in_snapshot in h.snapshots),
+            best,
+            load=tuple(h.rank for h in ordered if best in h.snapshots),
+            transfers=_pairs(ordered, lambda h: best in h.snapshots),
             furthest=furthest,
-            why=f"{lack}; every shard has a snapshot of step {in_snapshot}",
-        )
-    checkpoints = [h.checkpoint for h in ordered if h.checkpoint is not None]
-    if len(checkpoints) == len(ordered):
-        return Plan(
-            Origin.CHECKPOINT,
-            min(checkpoints),
-            furthest=furthest,
-            why=f"{lack}, no snapshot; step {min(checkpoints)} is in storage",
+            why=f"{lack}; every shard has a snapshot of step {best}",
         )
     return Plan(
-        Origin.NONE,
-        -1,
-        furthest=furthest,
-        why=f"{lack}, no snapshot, no checkpoint that all can read",
+        Origin.CHECKPOINT, best, furthest=furthest, why=f"{lack}; step {best} is in storage"
     )
 
 

@@ -405,7 +405,7 @@ class Group(ProcessGroup):
     def __init__(
         self, fabric: Fabric, name: str, ranks: list[int], rank: int, size: int, timeout: timedelta
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._fabric = fabric
         self._title = name
         self._about = "undefined"
@@ -427,7 +427,7 @@ class Group(ProcessGroup):
         self._about = text
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._title
 
     @property

@@ -208,10 +208,14 @@ class Wrappers:
         """Whether this rank's DDP wrappers (if any) have run a whole step."""
         return all(wrapper.settled for wrapper in self.ddp)
 
-    def layouts(self, fabric: Fabric) -> list[Layout]:
+    def settle(self, fabric: Fabric) -> None:
+        """Move buckets to execution order now, if that was to come at the next forward."""
         with fabric.alone():
             for wrapper in self.ddp:
                 wrapper.settle()
+
+    def layouts(self, fabric: Fabric) -> list[Layout]:
+        self.settle(fabric)
         return [wrapper.layout() for wrapper in self.ddp]
 
     def adopt(self, layouts: list[Layout], fabric: Fabric) -> None:

@@ -1,0 +1,223 @@
+"""The worker's end of its channel: a thread that hears the agent while training computes.
+
+What the agent says and expects is described in ``docs/training.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.process.channel import (
+    FD_VARIABLE,
+    Channel,
+    ChannelClosed,
+    ChannelFull,
+    MalformedMessage,
+    Message,
+)
+
+
+class AgentGone(RuntimeError):
+    """The agent has died or closed the channel; nobody can call the ranks together again."""
+
+
+class NoWord(RuntimeError):
+    """The agent did not say in time how to go on."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """One ``join`` message, checked."""
+
+    generation: int
+    rank: int
+    world: int
+    store: str
+    previous_rank: int | None
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Join:
+        """:raises ValueError: a field is missing or of the wrong kind."""
+        values = {}
+        for name in ("generation", "rank", "world"):
+            value = fields.get(name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"join: {name} is {value!r}, not a number")
+            values[name] = value
+        store = fields.get("store")
+        if not isinstance(store, str) or not store.rpartition(":")[2].isdigit():
+            raise ValueError(f"join: store is {store!r}, not host:port")
+        previous = fields.get("previous_rank")
+        if previous is not None and not isinstance(previous, int):
+            raise ValueError(f"join: previous_rank is {previous!r}")
+        if not 0 <= values["rank"] < values["world"]:
+            raise ValueError(f"join: rank {values['rank']} of {values['world']}")
+        return cls(values["generation"], values["rank"], values["world"], store, previous)
+
+
+class Link:
+    """Hears ``leave``, ``join``, ``stop_at``, ``dump`` and ``exit``; sends the answers.
+
+    ``on_leave(generation)`` is called in the link's own thread, at once.
+    """
+
+    def __init__(self, channel: Channel, on_leave: Callable[[int], None]) -> None:
+        self._channel = channel
+        self._on_leave = on_leave
+        self._news = threading.Condition()
+        self.left = -1  # highest generation that is over
+        self._join: Join | None = None
+        self.stop_at: int | None = None
+        self.dump: dict[str, Any] | None = None
+        self.exit_code: int | None = None
+        self.closed = False
+        self.kept: dict[str, int] | None = None
+        self.heard_leave = 0.0
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="phalanx-link", daemon=True)
+
+    @classmethod
+    def from_environment(cls, on_leave: Callable[[int], None]) -> Link | None:
+        """The link behind ``PHALANX_CHANNEL_FD``; None where there is none."""
+        value = os.environ.get(FD_VARIABLE, "")
+        if not value.isdigit():
+            return None
+        # A descriptor of our own: what else holds the channel in this process keeps it.
+        sock = socket.socket(fileno=os.dup(int(value)))
+        return cls(Channel(sock), on_leave)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        os.eventfd_write(self._wake, 1)
+        if self._thread.is_alive():
+            self._thread.join(5)
+        self._channel.close()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    # -- hearing -------------------------------------------------------------
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._wake:
+                    return
+            try:
+                while (message := self._channel.receive()) is not None:
+                    self._take(message)
+            except MalformedMessage:
+                continue
+            except ChannelClosed:
+                with self._news:
+                    self.closed = True
+                    self._news.notify_all()
+                return
+
+    def _take(self, message: Message) -> None:
+        fields = message.fields
+        over = -1
+        with self._news:
+            if message.type == "leave":
+                over = _number(fields.get("generation"))
+            elif message.type == "join":
+                try:
+                    join = Join.of(fields)
+                except ValueError as error:
+                    self.fault(-1, "regroup", str(error), None)
+                    return
+                if self._join is None or join.generation > self._join.generation:
+                    self._join = join
+                over = join.generation - 1
+            elif message.type == "kept":
+                names = [str(name) for name in fields.get("names", [])]
+                self.kept = dict(zip(names, message.fds, strict=False))
+            elif message.type == "stop_at":
+                self.stop_at = _number(fields.get("step"))
+            elif message.type == "dump":
+                self.dump = fields
+            elif message.type == "exit":
+                self.exit_code = _number(fields.get("code", 1))
+            if over > self.left:
+                self.left = over
+                self.heard_leave = time.monotonic()
+            else:
+                over = -1
+            self._news.notify_all()
+        if message.type != "kept":
+            for fd in message.fds:
+                os.close(fd)
+        if over >= 0:
+            self._on_leave(over)
+
+    def over(self, generation: int) -> bool:
+        """Whether the agent has said that ``generation`` is over."""
+        return self.left >= generation
+
+    def await_over(self, generation: int, timeout: float) -> bool:
+        """Wait until ``generation`` is over, the agent wants an end, or is gone."""
+        with self._news:
+            return self._news.wait_for(
+                lambda: self.left >= generation or self.closed or self.exit_code is not None,
+                timeout,
+            )
+
+    def await_join(self, beyond: int, timeout: float) -> Join:
+        """The newest ``join`` to a generation higher than ``beyond``.
+
+        :raises AgentGone: end of file. :raises NoWord: ``timeout`` seconds are over.
+        :raises SystemExit: the agent said ``exit``.
+        """
+
+        def word() -> bool:
+            return (
+                (self._join is not None and self._join.generation > max(beyond, self.left))
+                or self.closed
+                or self.exit_code is not None
+            )
+
+        with self._news:
+            told = self._news.wait_for(word, timeout)
+            if self.exit_code is not None:
+                raise SystemExit(self.exit_code)
+            if self._join is not None and self._join.generation > max(beyond, self.left):
+                return self._join
+            if self.closed:
+                raise AgentGone("the agent is gone: nobody calls the ranks together again")
+            assert not told
+            raise NoWord(f"no word from the agent for {timeout:.0f} s after leaving a step")
+
+    def await_kept(self, timeout: float) -> dict[str, int]:
+        """What earlier processes of this rank gave to be kept. Empty if it does not come."""
+        with self._news:
+            self._news.wait_for(lambda: self.kept is not None or self.closed, timeout)
+            return dict(self.kept or {})
+
+    # -- saying --------------------------------------------------------------
+
+    def say(self, word: str, fds: tuple[int, ...] = (), **fields: Any) -> bool:
+        """Send a message; False if it could not be sent. Never raises, never blocks."""
+        with contextlib.suppress(ChannelClosed, ChannelFull, ValueError, OSError):
+            self._channel.send(word, fds, **fields)
+            return True
+        return False
+
+    def fault(self, generation: int, kind: str, text: str, step: int | None) -> None:
+        self.say("fault", generation=generation, kind=kind, text=text[:2000], step=step)
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else -1

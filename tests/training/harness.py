@@ -1,0 +1,446 @@
+"""A small agent for tests: real worker processes, real signals, the messages of docs/training.md.
+
+Workers are forked from one preloaded process (`Nursery`), so that a test does not pay for
+torch's import. `Agent` plays the part of ``phalanx run``.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.process.channel import Channel, ChannelClosed, MalformedMessage
+from phalanx.process.page import ProgressPage
+from phalanx.recovery import ladder
+
+HERE = Path(__file__).parent
+
+
+class Nursery:
+    """The preloaded parent. One order, one child."""
+
+    def __init__(self) -> None:
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            os.set_inheritable(other.fileno(), True)
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "harness.py"), str(other.fileno())],
+                pass_fds=[other.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
+            )
+        self._socket.settimeout(120)
+        assert self._socket.recv(100) == b"ready"
+        self._socket.settimeout(30)
+
+    def fork(self, order: dict[str, Any], fds: list[int]) -> int:
+        body = json.dumps(order).encode()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        self._socket.sendmsg([body], rights)
+        return int(self._socket.recv(100))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(30)
+
+
+def _serve(fd: int) -> None:
+    """The nursery's own loop."""
+    import torch
+
+    torch.set_num_threads(1)
+    import numpy
+    import programs
+
+    programs.warm()
+    del numpy
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+    control = socket.socket(fileno=fd)
+    control.send(b"ready")
+    while True:
+        body, ancillary, _, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(64))
+        if not body:
+            return
+        fds = array.array("i")
+        for _, _, data in ancillary:
+            fds.frombytes(data)
+        pid = os.fork()
+        if pid:
+            for number in fds:
+                os.close(number)
+            control.send(str(pid).encode())
+            continue
+        status = 70
+        try:
+            control.close()
+            status = _become(json.loads(body), list(fds))
+        finally:
+            os._exit(status)
+
+
+def _become(order: dict[str, Any], fds: list[int]) -> int:
+    import programs
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    out = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ.update(order["env"])
+    for name in order["unset"]:
+        os.environ.pop(name, None)
+    if fds:
+        os.environ["PHALANX_CHANNEL_FD"] = str(fds[0])
+        os.environ["PHALANX_PROGRESS_FD"] = str(fds[1])
+    try:
+        programs.run(order["spec"])
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    Path(order["status"]).write_text(str(code))
+    return code
+
+
+@dataclass
+class Worker:
+    rank: int
+    incarnation: int
+    pid: int
+    channel: Channel
+    page: ProgressPage
+    pidfd: int
+    status: Path
+    born: float
+    hello: bool = False
+    finished: bool = False
+    died: float | None = None
+    code: int | None = None
+    said: list[Any] = field(default_factory=list)
+
+
+class Agent:
+    """Starts workers, replaces those that die, calls the others together."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        world: int,
+        spec: dict[str, Any],
+        folder: Path,
+        *,
+        policy: ladder.Policy | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.nursery = nursery
+        self.world = world
+        self.spec = spec
+        self.folder = folder
+        self.env = env or {}
+        self.policy = policy or ladder.Policy()
+        self.history = ladder.History()
+        self.generation = 1
+        self.workers: dict[int, Worker] = {}
+        self.everyone: list[Worker] = []
+        self.kept: dict[int, dict[str, int]] = {}
+        self.decisions: list[ladder.Decision] = []
+        self.faults: list[ladder.Fault] = []
+        self.good: dict[int, dict[int, dict[str, Any]]] = {}
+        self.good_at: dict[int, float] = {}  # generation to time of the last good step
+        self.decided_at: dict[int, float] = {}
+        self._stores: list[Any] = []
+        self._pending: list[ladder.Fault] = []
+        self._pending_since = 0.0
+        self.on_message: Any = None
+
+    # -- processes
+
+    def _store(self) -> str:
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stores.append(store)
+        return f"127.0.0.1:{store.port}"
+
+    def _start(self, rank: int, store: str, join: bool) -> None:
+        incarnation = sum(worker.rank == rank for worker in self.everyone)
+        mine, theirs = Channel.pair()
+        page = ProgressPage.create(f"phalanx-test-{rank}")
+        host, port = store.split(":")
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "PHALANX_GENERATION": str(self.generation),
+            "INCARNATION": str(incarnation),
+            **self.env,
+        }
+        unset = ["PHALANX_JOIN", "PHALANX_KEPT"]
+        if join:
+            env["PHALANX_JOIN"] = "1"
+            unset.remove("PHALANX_JOIN")
+        kept = self.kept.get(rank, {})
+        if kept:
+            env["PHALANX_KEPT"] = ",".join(kept)
+            unset.remove("PHALANX_KEPT")
+            mine.send("kept", tuple(kept.values()), names=list(kept))
+        status = self.folder / f"status-{rank}-{incarnation}"
+        order = {
+            "env": env,
+            "unset": unset,
+            "spec": {**self.spec, "folder": str(self.folder)},
+            "log": str(self.folder / f"log-{rank}-{incarnation}"),
+            "status": str(status),
+        }
+        born = time.monotonic()
+        pid = self.nursery.fork(order, [theirs.fileno(), page.fd])
+        theirs.close()
+        worker = Worker(rank, incarnation, pid, mine, page, os.pidfd_open(pid), status, born)
+        self.workers[rank] = worker
+        self.everyone.append(worker)
+
+    def start(self) -> None:
+        store = self._store()
+        for rank in range(self.world):
+            self._start(rank, store, join=False)
+
+    def living(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.died is None]
+
+    # -- the loop
+
+    def run(self, timeout: float = 60.0) -> None:
+        """Until all workers have ended with 0, or the ladder says exit.
+
+        :raises TimeoutError: it takes longer; the message has what the workers wrote.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            if all(worker.code == 0 for worker in self.workers.values()):
+                return
+            if self.decisions and self.decisions[-1].strategy is ladder.Strategy.EXIT:
+                if not self.living():
+                    return
+            if time.monotonic() > end:
+                raise TimeoutError(f"workers do not end\n{self.story()}")
+            self._wait(min(0.5, max(0.0, end - time.monotonic())))
+            self._decide()
+
+    def run_until(self, what: Any, timeout: float = 30.0) -> None:
+        end = time.monotonic() + timeout
+        while not what():
+            if time.monotonic() > end:
+                raise TimeoutError(f"it does not come about\n{self.story()}")
+            self._wait(0.02)
+            self._decide()
+
+    def _wait(self, timeout: float) -> None:
+        poll = select.poll()
+        where: dict[int, Worker] = {}
+        for worker in self.living():
+            poll.register(worker.pidfd, select.POLLIN)
+            poll.register(worker.channel, select.POLLIN)
+            where[worker.pidfd] = where[worker.channel.fileno()] = worker
+        if self._pending:
+            timeout = min(timeout, 0.05)
+        for fd, _ in poll.poll(timeout * 1000):
+            worker = where[fd]
+            if worker.died is None:
+                self._listen(worker)
+            if fd == worker.pidfd:
+                self._buried(worker)
+
+    def _listen(self, worker: Worker) -> None:
+        while True:
+            try:
+                message = worker.channel.receive()
+            except MalformedMessage:
+                continue
+            except ChannelClosed:
+                return
+            if message is None:
+                return
+            self._hear(worker, message)
+
+    def _hear(self, worker: Worker, message: Any) -> None:
+        fields = message.fields
+        worker.said.append(message)
+        if self.on_message is not None:
+            self.on_message(worker, message)
+        if message.type == "hello":
+            worker.hello = True
+        elif message.type == "finished":
+            worker.finished = True
+        elif message.type == "keep":
+            held = self.kept.setdefault(worker.rank, {})
+            if fields["name"] in held:
+                os.close(held[fields["name"]])
+            held[fields["name"]] = message.fds[0]
+        elif message.type == "good_step":
+            generation = fields["generation"]
+            self.good.setdefault(generation, {})[worker.rank] = fields
+            if len(self.good[generation]) == self.world:
+                self.good_at[generation] = time.monotonic()
+                self.history = ladder.good_step(self.history, fields["step"])
+        elif message.type == "fault":
+            kind = ladder.Kind(fields["kind"])
+            if kind in (ladder.Kind.BUG, ladder.Kind.MEMORY):
+                worker.said.append(message)
+                self._fault(ladder.Fault(worker.rank, kind, fields["step"], fields["text"]))
+            elif fields["generation"] == self.generation or fields["generation"] == -1:
+                self._fault(ladder.Fault(worker.rank, kind, fields["step"], fields["text"]))
+
+    def _fault(self, fault: ladder.Fault) -> None:
+        if not self._pending:
+            self._pending_since = time.monotonic()
+        self._pending.append(fault)
+        self.faults.append(fault)
+
+    def _buried(self, worker: Worker) -> None:
+        worker.died = time.monotonic()
+        os.close(worker.pidfd)
+        worker.channel.close()
+        with contextlib.suppress(OSError, ValueError):
+            worker.code = int(worker.status.read_text())
+        if worker.code == 0:
+            return
+        known = any(f.rank == worker.rank for f in self._pending if f.kind is ladder.Kind.BUG)
+        if not known:
+            step = worker.page.read().step
+            self._fault(ladder.Fault(worker.rank, ladder.Kind.DEATH, step))
+
+    def _decide(self) -> None:
+        if not self._pending:
+            return
+        waited = time.monotonic() - self._pending_since
+        kinds = {fault.kind for fault in self._pending}
+        if kinds <= {ladder.Kind.PEER, ladder.Kind.REGROUP} and waited < 1.0:
+            return
+        if ladder.Kind.BUG in kinds or ladder.Kind.MEMORY in kinds:
+            doomed = {f.rank for f in self._pending if f.kind in (ladder.Kind.BUG, ladder.Kind.MEMORY)}
+            if any(self.workers[rank].died is None for rank in doomed) and waited < 10.0:
+                return
+        faults, self._pending = tuple(self._pending), []
+        living = self.living()
+        situation = ladder.Situation(
+            faults,
+            living=len(living),
+            able=all(worker.hello and not worker.finished for worker in living),
+        )
+        decision = ladder.choose(self.policy, self.history, situation)
+        self.history = ladder.after(self.history, decision, faults)
+        self.decisions.append(decision)
+        getattr(self, "_do_" + decision.strategy.name.lower())()
+
+    def _next(self) -> str:
+        self.generation += 1
+        self.decided_at[self.generation] = time.monotonic()
+        return self._store()
+
+    def _send(self, worker: Worker, kind: str, **fields: Any) -> None:
+        with contextlib.suppress(ChannelClosed):
+            worker.channel.send(kind, **fields)
+
+    def _do_retry(self) -> None:
+        for worker in self.living():
+            self._send(worker, "leave", generation=self.generation)
+        self._call_together(self._next())
+
+    def _do_in_place(self) -> None:
+        old = self.generation
+        for worker in self.living():
+            self._send(worker, "leave", generation=old)
+        store = self._next()
+        for rank, worker in list(self.workers.items()):
+            if worker.died is not None:
+                self._start(rank, store, join=True)
+        self._call_together(store)
+
+    def _call_together(self, store: str) -> None:
+        for worker in self.living():
+            previous = None if worker.hello is False else worker.rank
+            self._send(
+                worker,
+                "join",
+                generation=self.generation,
+                rank=worker.rank,
+                world=self.world,
+                store=store,
+                previous_rank=previous,
+            )
+
+    def _do_restart(self) -> None:
+        self._end_all()
+        store = self._next()
+        for rank in range(self.world):
+            self._start(rank, store, join=False)
+
+    def _do_exit(self) -> None:
+        for worker in self.living():
+            self._send(worker, "exit", code=3)
+
+    def _end_all(self) -> None:
+        for worker in self.living():
+            os.kill(worker.pid, signal.SIGKILL)
+        for worker in self.living():
+            poll = select.poll()
+            poll.register(worker.pidfd, select.POLLIN)
+            assert poll.poll(10000), "a worker does not die"
+            self._listen(worker)
+            worker.died = time.monotonic()
+            os.close(worker.pidfd)
+            worker.channel.close()
+        self._pending.clear()
+
+    def close(self) -> None:
+        self._end_all()
+        for held in self.kept.values():
+            for fd in held.values():
+                os.close(fd)
+        for worker in self.everyone:
+            worker.page.close()
+        self._stores.clear()
+
+    # -- what happened
+
+    def recovery_seconds(self, generation: int, fault_at: float) -> float:
+        return self.good_at[generation] - fault_at
+
+    def reports(self, generation: int) -> dict[int, dict[str, Any]]:
+        return {rank: fields["report"] for rank, fields in self.good[generation].items()}
+
+    def story(self) -> str:
+        lines = [f"generation {self.generation}"]
+        for decision in self.decisions:
+            lines.append(f"{decision.strategy.value}: {decision.why} {decision.passed_over}")
+        for worker in self.everyone:
+            lines.append(
+                f"rank {worker.rank}.{worker.incarnation} pid {worker.pid} code {worker.code} "
+                f"died {worker.died} {worker.page.read() if worker.page.fd >= 0 else ''}"
+            )
+            lines += [f"   {m.type} {m.fields}" for m in worker.said[-6:]]
+            log = self.folder / f"log-{worker.rank}-{worker.incarnation}"
+            if log.exists():
+                lines.append(log.read_text()[-2500:])
+        return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
