@@ -96,7 +96,8 @@ class SearchPath:
 
     def __init__(self) -> None:
         self._safe = bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
-        self._first = None if self._safe or not sys.path else sys.path[0]
+        ours = None if self._safe else _first_of_ours()
+        self._first = ours if sys.path[:1] == [ours] else None  # or somebody took it away
 
     @property
     def first(self) -> str | None:
@@ -120,7 +121,13 @@ class SearchPath:
         self._first = value
 
 
-search_path = SearchPath()
+def _first_of_ours() -> str | None:
+    """What the interpreter put first on ``sys.path`` when this process was started."""
+    if sys.argv[0] == "-c":
+        return ""
+    if getattr(sys.modules.get("__main__"), "__spec__", None) is not None:  # -m
+        return _working_directory()
+    return script_directory(sys.argv[0])
 
 
 def script_directory(script: str) -> str:
@@ -136,6 +143,9 @@ def _working_directory() -> str | None:
         return os.getcwd()
     except OSError:  # it was removed
         return None
+
+
+search_path = SearchPath()
 
 
 def _asks_unbuffered(program: Program) -> bool:

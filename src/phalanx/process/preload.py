@@ -113,7 +113,7 @@ class PreloadPlan(NamedTuple):
     """What to import before forking.
 
     ``modules`` in this order; ``optimizer_step``: run one step of a torch optimizer, which
-    pulls in what torch loads at a program's first step (about 2 s of it); ``why`` for a
+    pulls in what torch loads at a program's first step (2 s and more); ``why`` for a
     person; ``first_path`` is what the program has first on ``sys.path``; ``environment`` are
     variables that the program sets before it imports what reads them (name, value, whether
     only as a default).

@@ -55,6 +55,7 @@ class ImportScan(NamedTuple):
     those of them that it imports in any case (no ``if`` or ``try`` around); ``lines`` the
     line of the main file that first imports a top-level name; ``local`` the top-level names
     that are the program's own; ``files`` those that were read, the main file first;
+    ``uses_optimizer``: it steps an optimizer, or wraps a model, which costs the same;
     ``complete`` false when a bound was reached; ``first_path`` what the program will have
     first on ``sys.path``.
     """
@@ -385,7 +386,10 @@ _TYPE_CHECKING = re.compile(
     rb"^([ \t]*)if[ \t]+(?:\w+\.)?TYPE_CHECKING[ \t]*:[^\n]*\n(?:\1[ \t]+[^\n]*\n|[ \t]*\n)*",
     re.MULTILINE,
 )
-_OPTIM = re.compile(rb"\boptim\b")
+# An optimizer's first step and these wrappers make torch load its compiler.
+_OPTIM = re.compile(
+    rb"\boptim\b|\bDistributedDataParallel\b|\bFullyShardedDataParallel\b|\bfully_shard\b"
+)
 _SYS_PATH = re.compile(
     rb"\bsys\.path(?:\.(?:insert|append|extend)\b|\[|[ \t]*\+?=[^=])|\baddsitedir\b"
 )

@@ -115,6 +115,7 @@ def test_quick(line, names):
         ("from torch.optim import AdamW", True),
         ("from torch import optim", True),
         ("import torch\ntorch.ones(1)", False),
+        ("from torch.nn.parallel import DistributedDataParallel as DDP", True),
         ("from transformers import Trainer", True),
         ("import lightning as L", True),
         ("optimal = 1", False),
