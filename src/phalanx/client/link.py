@@ -277,7 +277,7 @@ class Link:
                     return
                 tries = 1 if got_through else tries + 1
                 # jittered: a controller that restarts is not met by all jobs in one moment
-                pause = min(self._back_off, tries) * random.uniform(0.5, 1.0)
+                pause = min(self._back_off, 0.2 * 2 ** min(tries, 10)) * random.uniform(0.5, 1.0)
                 self._closed.wait(pause)
         finally:
             self._connected.clear()

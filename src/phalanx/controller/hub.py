@@ -697,7 +697,7 @@ class Hub:
     def register_fault_feed(self, job_id: str, role: str) -> FaultFeed:
         """A new publisher; the old one of the same job and role ends."""
         if old := self._fault_feeds.get((job_id, role)):
-            old.close("replaced by a newer registration")
+            old.close()
         feed = FaultFeed(job_id, role)
         self._fault_feeds[job_id, role] = feed
         return feed

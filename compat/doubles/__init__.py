@@ -1,0 +1,1 @@
+"""Stand-ins for ClusterD and its clients, written from their observable behaviour."""

@@ -1,0 +1,150 @@
+"""Starts controllers and makes certificates for the checks."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.client.channel import METHODS
+from phalanx.proto import fault_pb2, pubfault_pb2
+
+PATHS = {
+    **METHODS,
+    **{f"Fault.{n}": m for n, m in fault_pb2.SERVICES["fault.Fault"].items()},
+    **{f"PubFault.{n}": m for n, m in pubfault_pb2.SERVICES["PubFault"].items()},
+}
+
+
+class Controller:
+    """A ``phalanx controller`` process on loopback. ``with Controller(...) as c: c.address``."""
+
+    def __init__(self, *args: str, state: Path | None = None, listen: str = "127.0.0.1:0") -> None:
+        self.args = [*args]
+        if state is not None:
+            self.args += ["--state-dir", str(state)]
+        self.listen = listen
+        self.process: subprocess.Popen[str] | None = None
+        self.address = ""
+        self.metrics = ""
+
+    def start(self) -> Controller:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", "controller", "--listen", self.listen, *self.args],
+            stdout=subprocess.PIPE,
+            stderr=None if os.environ.get("COMPAT_VERBOSE") else subprocess.DEVNULL,
+            text=True,
+        )
+        self.address = self._line("listens on ")
+        if "--metrics" in self.args:
+            self.metrics = self._line("metrics on ")
+        self.listen = self.address  # a restart comes back to the same port
+        return self
+
+    def _line(self, after: str) -> str:
+        assert self.process is not None and self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], 20)[0]:
+            raise TimeoutError("the controller did not come up in 20 s")
+        line = self.process.stdout.readline()
+        if after not in line:
+            raise RuntimeError(f"the controller said {line!r} and ended with {self.process.poll()}")
+        return line.split(after, 1)[1].strip()
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def restart(self) -> None:
+        """kill -9 and a new one on the same address."""
+        self.kill()
+        until = time.monotonic() + 10
+        while True:
+            try:
+                self.start()
+                return
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+
+    def stop(self) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code
+
+    def __enter__(self) -> Controller:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.stop()
+
+
+class Raw:
+    """Bare calls on one channel."""
+
+    def __init__(self, channel: Any, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+        self.channel, self.metadata = channel, metadata
+
+    def __call__(self, name: str, request: Any, timeout: float = 10) -> Any:
+        method = PATHS[name]
+        make = self.channel.unary_stream if method.server_streams else self.channel.unary_unary
+        call = make(method.path, method.request.SerializeToString, method.response.FromString)
+        return call(
+            request,
+            timeout=None if method.server_streams else timeout,
+            metadata=self.metadata,
+        )
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """A CA that is trusted, a server and a client certificate of it, and some that are not.
+
+    Needs the ``openssl`` command.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def run(*args: str) -> None:
+        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
+
+    def root(name: str, *more: str, kind: tuple[str, ...] = ("ec", "prime256v1"), cn: str = "clusterd") -> None:
+        usage = ("digitalSignature,keyCertSign", "critical,CA:TRUE")
+        if more:
+            usage = (more[0], more[1])
+        key = (
+            ["-newkey", "ec", "-pkeyopt", f"ec_paramgen_curve:{kind[1]}"]
+            if kind[0] == "ec"
+            else ["-newkey", f"rsa:{kind[1]}"]
+        )
+        run("req", "-x509", *key, "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.pem",
+            "-sha256", "-days", "30", "-subj", f"/O=test/CN={cn}",
+            "-addext", f"keyUsage={usage[0]}", "-addext", f"basicConstraints={usage[1]}")
+
+    root("ca")
+    root("no-ca", "digitalSignature", "critical,CA:FALSE")
+    root("no-sign", "keyCertSign", "critical,CA:TRUE")
+    root("short", kind=("rsa", "2048"))
+    root("rsa", kind=("rsa", "3072"))
+    for name, cn in (("server", "clusterd"), ("client", "job-a")):
+        run("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={cn}")
+        (folder / "ext").write_text(f"subjectAltName=DNS:{cn}\n")
+        run("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+            "-CAcreateserial", "-out", f"{name}.pem", "-days", "30", "-sha256", "-extfile", "ext")
+    return {path.name: str(path) for path in folder.iterdir()}
