@@ -34,7 +34,7 @@ import io
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -489,7 +489,8 @@ def _status_of(code: object) -> int:
 
 
 def _once_silent() -> None:
-    hook, last = sys.excepthook, (sys.last_type, sys.last_value, sys.last_traceback)
+    hook = getattr(sys, "excepthook", sys.__excepthook__)
+    last = (sys.last_type, sys.last_value, sys.last_traceback)
 
     def silent(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -502,35 +503,3 @@ def _once_silent() -> None:
 
 
 _end = _End()
-
-
-def unlike(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Sequence[str]:
-    """Names of variables that take effect only when an interpreter or a library starts.
-
-    ``ours`` is the keeper's environment, ``theirs`` the worker's. A program whose environment
-    differs in one of these cannot be warm: it would silently run with the keeper's value.
-    """
-    names = {n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n)}
-    return sorted(n for n in names if read_at_start(n))
-
-
-_AT_START = (
-    "PYTHON",
-    "LD_",
-    "MALLOC_",
-    "GLIBC_",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "GOTO_",
-    "BLIS_",
-    "NUMEXPR_",
-    "LC_",
-)
-
-
-def read_at_start(name: str) -> bool:
-    """Whether changing this variable after the imports would come too late."""
-    return name == "LANG" or name.startswith(_AT_START)

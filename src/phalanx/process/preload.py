@@ -242,6 +242,22 @@ def _explain(
     return "; ".join(parts)
 
 
+def unlike(keeper: Mapping[str, str], worker: Mapping[str, str]) -> list[str]:
+    """Names of variables that take effect only when an interpreter or a library starts.
+
+    Given are two environments. A program whose environment differs from its keeper's in one
+    of these cannot be warm: it would silently run with the keeper's value.
+    """
+    names = {n for n in {*keeper, *worker} if keeper.get(n) != worker.get(n)}
+    return sorted(n for n in names if n == "LANG" or n.startswith(_AT_START))
+
+
+_AT_START = (
+    *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "OMP_", "GOMP_", "KMP_", "MKL_"),
+    *("OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_"),
+)
+
+
 # ---------------------------------------------------------------------------------------
 # Doing it, in the keeper
 # ---------------------------------------------------------------------------------------

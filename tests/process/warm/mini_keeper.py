@@ -5,6 +5,7 @@ argv: a descriptor to read orders from (JSON lines), one to write answers to, a 
 
 import json
 import os
+import signal
 import sys
 
 from phalanx.process import bootstrap, preload
@@ -13,14 +14,18 @@ from phalanx.process.program import Program
 
 def serve(orders, answers, plan):
     report = preload.perform(preload.PreloadPlan.from_json(plan))
+    # What a keeper may have about it: handlers of the package, signals blocked, a wakeup.
+    signal.signal(signal.SIGTERM, bootstrap.become)
+    signal.signal(signal.SIGINT, bootstrap.become)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    signal.set_wakeup_fd(os.open("/dev/null", os.O_WRONLY | os.O_NONBLOCK))
     os.write(answers, json.dumps(report.to_json()).encode() + b"\n")
     for line in orders:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            orders.close()
-            os.close(answers)
+            os.closerange(3, 256)
             for fd, (path, flags) in enumerate(order["stdio"]):
                 if path is None:
                     os.close(fd)

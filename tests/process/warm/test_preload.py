@@ -7,8 +7,7 @@ import textwrap
 
 import pytest
 
-from phalanx.process.bootstrap import unlike
-from phalanx.process.preload import PreloadPlan, PreloadReport, plan_for
+from phalanx.process.preload import PreloadPlan, PreloadReport, plan_for, unlike
 from phalanx.process.program import Program
 from phalanx.process.scan import ImportScan, Setting, scan
 
