@@ -260,6 +260,14 @@ def test_signal_death_30_ms_before_a_collateral_exception_is_the_cause(tmp_path)
     assert ChildFailedError("t", failures).get_first_failure()[0] == 1
 
 
+def test_crash_that_was_noticed_a_little_after_its_collateral_is_the_cause(tmp_path):
+    collateral = error_file(tmp_path / "e.json", "Connection reset by peer", NOW)
+    failures = {0: failure(1, NOW + 9, 0, collateral), 1: failure(-9, NOW + SECOND // 20, 1)}
+    assert first_failure(failures) == 1
+    failures[1] = failure(-9, NOW + SECOND, 1)
+    assert first_failure(failures) == 0
+
+
 def test_exception_before_its_victims_signal_death_is_the_cause(tmp_path):
     # The process takes long to end after it has raised: its file knows better.
     cause = error_file(tmp_path / "e.json", at_ns=NOW)
@@ -276,6 +284,23 @@ def test_whom_the_agent_stopped_is_never_the_cause_if_there_is_another():
     assert ChildFailedError("t", failures).get_first_failure()[0] == 1
     del failures[1]
     assert ChildFailedError("t", failures).get_first_failure()[0] == 2
+
+
+def test_in_one_second_a_crash_comes_before_an_exception_before_a_request_to_end():
+    # Nothing better than whole seconds is known: as with times that were set by hand.
+    killed, raised, ended = (failure(code, NOW) for code in (-9, 1, -15))
+    for each in (killed, raised, ended):
+        each.timestamp = 10
+    order = {0: ended, 1: raised, 2: killed}
+    assert ChildFailedError("t", order).get_first_failure()[0] == 2
+    del order[2]
+    assert ChildFailedError("t", order).get_first_failure()[0] == 1
+
+
+def test_a_timestamp_set_by_hand_counts():
+    late, early = failure(1, NOW), failure(1, NOW + SECOND)
+    early.timestamp = 10
+    assert ChildFailedError("t", {0: late, 1: early}).get_first_failure()[0] == 1
 
 
 def test_failures_of_pytorchs_class_are_understood():
@@ -300,7 +325,7 @@ def test_report_layout(tmp_path):
     path = error_file(tmp_path / "e.json", "boom", NOW)
     error = ChildFailedError(
         "train.py",
-        {0: failure(1, NOW + 5, 0), 1: failure(1, NOW + 9, 1, path), 2: failure(-11, NOW + 7, 2)},
+        {0: failure(1, NOW + 5, 0), 1: failure(1, NOW + 9, 1, path), 2: failure(-11, NOW + SECOND, 2)},
     )
     lines = str(error).split("\n")
     assert lines[0] == ""

@@ -132,7 +132,9 @@ class _Sender:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
-    def put(self, value: bytes) -> None:
+    def put(self, value: bytes | None) -> None:
+        if value is None:  # `record` makes it of sys.exit(0)
+            value = pickle.dumps(None)
         with open(self._connection.fileno(), "wb", closefd=False) as pipe:
             pipe.write(HEADER.pack(len(value)) + value)
 

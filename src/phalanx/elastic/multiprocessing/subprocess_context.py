@@ -324,8 +324,9 @@ class SubprocessContext(PContext):
         self._take(0)
         now = time.monotonic_ns()
         alive = [worker for worker in workers if worker.alive]
-        for worker in alive:
-            self._victims.setdefault(worker.local_rank, now)
+        if self._keeper_lost is None:  # else they are dying of that already
+            for worker in alive:
+                self._victims.setdefault(worker.local_rank, now)
         if alive:
             logger.warning(
                 "stopping %s with %s, for %s s at most",

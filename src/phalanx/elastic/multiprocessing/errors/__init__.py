@@ -10,8 +10,6 @@ import functools
 import logging
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from phalanx.elastic.multiprocessing.errors.error_handler import ErrorHandler
 from phalanx.elastic.multiprocessing.errors.handlers import get_error_handler
+from phalanx.elastic.utils.hostname import fq_hostname
 from phalanx.process import errorfile
 
 __all__ = [
@@ -39,6 +38,13 @@ _NOT_AVAILABLE = "<N/A>"
 _NO_MESSAGE = "<NONE>"
 _HOW_TO_TRACE = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _SECOND = 1_000_000_000
+_REQUESTS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+# Signals that hardly ever follow from another worker's failure. What they cause does follow
+# within microseconds, and may be noted before the death itself has been noticed.
+_CRASHES = frozenset(
+    (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
+)
+_NOTICED_LATE = 100_000_000  # nanoseconds
 _WIDEST_RULER = 60
 
 _P = ParamSpec("_P")
@@ -101,6 +107,7 @@ class ProcessFailure:
             else:
                 self.timestamp = self.observed_ns // _SECOND
                 self.timestamp_ns = self.observed_ns
+        self._found_timestamp = self.timestamp
         if not self.message:
             if self.exitcode < 0:
                 self.message = (
@@ -132,12 +139,21 @@ def _may_hold_something(path: str) -> bool:
         return False
 
 
-def _order(failure: Any) -> tuple[bool, int]:
-    # PyTorch's own ProcessFailure has neither of our two fields.
+def _order(failure: Any) -> tuple[bool, int, int]:
+    """What failures are sorted by: victims of the agent last, then time, then kind."""
     time_ns = getattr(failure, "timestamp_ns", None)
-    if time_ns is None:
+    # PyTorch's own class has whole seconds only, and those of ours can be set anew.
+    if time_ns is None or failure.timestamp != getattr(failure, "_found_timestamp", None):
         time_ns = int(failure.timestamp) * _SECOND
-    return bool(getattr(failure, "stopped_by_agent", False)), time_ns
+    if failure.exitcode >= 0:
+        kind = 1
+    else:
+        if -failure.exitcode in _CRASHES:
+            time_ns -= _NOTICED_LATE
+        # At the same time: a crash is a cause, an exception may be its consequence, and an
+        # ending on request is one.
+        kind = 2 if -failure.exitcode in _REQUESTS else 0
+    return bool(getattr(failure, "stopped_by_agent", False)), time_ns, kind
 
 
 class ChildFailedError(Exception):
@@ -219,7 +235,7 @@ class ChildFailedError(Exception):
             traceback = f"{traceback}\n{lines}" if known else lines
         rows = [
             ("time", failure.timestamp_isoformat()),
-            ("host", _host_name()),
+            ("host", fq_hostname()),
             ("rank", f"{rank} (local_rank: {failure.local_rank})"),
             (
                 "exitcode",
@@ -259,18 +275,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-@functools.cache
-def _host_name() -> str:
-    """The full name of this host; its short one if the name service takes over a second."""
-    found = [socket.gethostname()]
-    thread = threading.Thread(
-        target=lambda: found.append(socket.getfqdn()), name="phalanx-fqdn", daemon=True
-    )
-    thread.start()
-    thread.join(1.0)
-    return found[-1]
 
 
 def _is_child_failed(error: Exception) -> bool:
