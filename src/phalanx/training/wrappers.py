@@ -70,6 +70,10 @@ def missing_names(model: nn.Module) -> list[str]:
                 or hasattr(state, "_root_post_backward_final_callback")
             ):
                 missing.append("FSDPState._root_post_backward_final_callback")
+            if not (
+                hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
+            ):
+                missing.append("FSDPState._fsdp_param_group")
         break
     return missing
 
@@ -162,6 +166,21 @@ class DdpWrapper:
             parameter.grad = grad
 
 
+def _forget_gradients(state: Any) -> None:
+    """A broken backward pass may have left gradients of whole parameters, not yet reduced; torch's
+    own reset leaves them, and the next backward would add to them."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.10 has one
+        only = getattr(state, "_fsdp_param_group", None)
+        groups = [] if only is None else [only]
+    for group in groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+
+
 def _short(layout: Layout) -> str:
     text = str(layout)
     return text if len(text) < 200 else text[:197] + "..."
@@ -197,6 +216,8 @@ class Wrappers:
                     state._reset_iter_state()
                 else:
                     state._root_post_backward_final_callback()
+            for module in self._fsdp:
+                _forget_gradients(_fsdp_state(module))
 
     def stepped(self) -> None:
         """A whole step is done: from the next forward on buckets are in execution order."""
