@@ -14,8 +14,13 @@ from compat.harness import Controller
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m compat")
     parser.add_argument("names", nargs="*", help="only checks whose name contains one of these")
-    parser.add_argument("--fuzz", type=int, default=100_000, metavar="N",
-                        help="malformed messages to send (default: %(default)s; 0: none)")
+    parser.add_argument(
+        "--fuzz",
+        type=int,
+        default=100_000,
+        metavar="N",
+        help="malformed messages to send (default: %(default)s; 0: none)",
+    )
     args = parser.parse_args()
     failed = 0
     for function in checks.CHECKS:

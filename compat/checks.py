@@ -19,9 +19,8 @@ import grpc
 from compat.doubles.clients import OldClient, WorkerSide
 from compat.doubles.server import OldServer
 from compat.harness import Controller, Raw, certificates
-from phalanx.client import Credentials, Declaration, DLRecoverManager, Link, Received
+from phalanx.client import Credentials, Declaration, DLRecoverManager, Link, Received, reports
 from phalanx.client import pb as client_pb
-from phalanx.client import reports
 from phalanx.proto import control_pb2, fault_pb2, pubfault_pb2
 from phalanx.proto import recover_pb2 as pb
 from phalanx.recovery.model import Node
@@ -51,8 +50,9 @@ def state_of(raw: Raw, job: str) -> Any:
     return view
 
 
-def _old_round(controller: Controller, generation: str, codes: dict[str, list[int]],
-               kind: int = 1, **more: Any) -> OldClient:
+def _old_round(
+    controller: Controller, generation: str, codes: dict[str, list[int]], kind: int = 1, **more: Any
+) -> OldClient:
     worker = WorkerSide(codes=codes, **more)
     name = f"{generation}-{kind}-{'-'.join(codes)}-{len(more)}-{time.monotonic_ns()}"
     client = OldClient(generation, controller.address, name, worker)
@@ -80,8 +80,13 @@ def _outcome(client: OldClient) -> str:
 
 FLOWS: list[tuple[str, int, dict[str, list[int]], dict[str, Any], str]] = [
     ("a retry works", 0, {"retry": [0]}, {}, "retry succeeded"),
-    ("retry 405, then in place", 0, {"retry": [405], "recover": [0]}, {},
-     "recover-in-place succeeded"),
+    (
+        "retry 405, then in place",
+        0,
+        {"retry": [405], "recover": [0]},
+        {},
+        "recover-in-place succeeded",
+    ),
     ("retry 406, then dump", 0, {"retry": [406], "downgrade": [406], "dump": [0]}, {}, "exiting"),
     ("retry 499, then exit", 0, {"retry": [499]}, {}, "exiting"),
     ("in place works", 1, {"recover": [0]}, {}, "recover-in-place succeeded"),
@@ -155,8 +160,11 @@ def pings_every_three_seconds_are_no_offence() -> str:
         assert client.subscribed.wait(10)
         fast = grpc.insecure_channel(
             controller.address,
-            [("grpc.keepalive_time_ms", 1000), ("grpc.keepalive_permit_without_calls", 1),
-             ("grpc.http2.max_pings_without_data", 0)],
+            [
+                ("grpc.keepalive_time_ms", 1000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+            ],
         )
         raw = Raw(fast)
         info = pb.ClientInfo(jobId="fast")
@@ -206,9 +214,14 @@ def every_return_code_of_recover() -> str:
     seen: dict[int, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         jobs = Path(folder) / "jobs.json"
-        jobs.write_text(json.dumps({"defaults": {"devices_per_node": 2, "world_size": 4},
-                                    "jobs": {"job-a": {}, "off": {"enabled": False},
-                                             "job-b": {}, "gone": {}}}))
+        jobs.write_text(
+            json.dumps(
+                {
+                    "defaults": {"devices_per_node": 2, "world_size": 4},
+                    "jobs": {"job-a": {}, "off": {"enabled": False}, "job-b": {}, "gone": {}},
+                }
+            )
+        )
         with Controller("--jobs", str(jobs), "--known-jobs-only", "--max-jobs", "2") as c:
             raw = Raw(grpc.insecure_channel(c.address))
             who = lambda job: pb.ClientInfo(jobId=job, role="x")  # noqa: E731
@@ -338,8 +351,11 @@ def our_manager_against_the_original() -> str:
                 assert reports.report_process_fault({1: 1}) == 0
                 server.wait_for("ReportRecoverStatus", round_)
             server.wait_for("Subscribe", 3)
-            assert worker.calls == ["stop", "global", "unknown ('on_global_rank', "
-                                    "'fault_nodes_exit')", "recover"] * 2, worker.calls
+            assert (
+                worker.calls
+                == ["stop", "global", "unknown ('on_global_rank', 'fault_nodes_exit')", "recover"]
+                * 2
+            ), worker.calls
             assert set(worker.codes) == {0}
         finally:
             manager.close()
@@ -354,7 +370,7 @@ def our_manager_when_the_original_says_no() -> str:
         manager, _ = _manager(server.address, "job-off", secure_conn=False)
         assert manager.init_clusterd() is False
         manager.close()
-    with OldServer(init_codes=(0,), register_codes=(402, 500, 502)) as server:
+    with OldServer(register_codes=(402, 500, 502), keep_alive=0.1) as server:
         manager, thread = _manager(server.address, "job-late", secure_conn=False)
         thread.start()
         server.wait_for("Register", 4, 20)
@@ -394,9 +410,13 @@ def our_manager_against_our_server() -> str:
             assert reports.report_process_fault({1: 1}) == 0
             wait_until(lambda: state_of(raw, "job-a").lastOutcome)
             assert state_of(raw, "job-a").lastOutcome == "recover-in-place succeeded"
-            assert worker.calls == ["stop", "global", "unknown ('on_global_rank', "
-                                    "'fault_nodes_exit')", "recover", "unknown ('change_strategy', "
-                                    "'fault_nodes_restart')"], worker.calls
+            assert worker.calls == [
+                "stop",
+                "global",
+                "unknown ('on_global_rank', 'fault_nodes_exit')",
+                "recover",
+                "unknown ('change_strategy', 'fault_nodes_restart')",
+            ], worker.calls
         finally:
             manager.close()
     return "stop, global, recover in place; unknown actions told"
@@ -439,14 +459,21 @@ def secure_connections() -> str:
             else:
                 raise AssertionError("clear text was served on a TLS port")
         # mutual TLS: the certificate is good for the job that bears its name
-        with Controller("--tls-cert", pem["server.pem"], "--tls-key", pem["server.key"],
-                        "--tls-client-ca", pem["ca.pem"]) as c:
+        with Controller(
+            "--tls-cert",
+            pem["server.pem"],
+            "--tls-key",
+            pem["server.key"],
+            "--tls-client-ca",
+            pem["ca.pem"],
+        ) as c:
             good = Credentials(pem["ca.pem"], pem["client.pem"], pem["client.key"])
             with Link(c.address, "job-a", print, credentials=good) as link:
                 assert link.wait_connected(10)
             states: list[tuple[str, str]] = []
-            with Link(c.address, "job-b", print, credentials=good,
-                      on_state=lambda *s: states.append(s)):
+            with Link(
+                c.address, "job-b", print, credentials=good, on_state=lambda *s: states.append(s)
+            ):
                 wait_until(lambda: any(s[0] == "refused" for s in states))
     return "trusted roots only; TLS, mutual TLS; " + "; ".join(told)
 
@@ -511,7 +538,10 @@ def public(id_: str = "fault-0001", assertion: str = "occur", **more: Any) -> An
 DECLARED = Declaration(
     strategies=("recover", "dump"),
     world_size=4,
-    nodes=(Node(0, "node-0", "10.0.0.1", ranks=(0, 1)), Node(1, "node-1", "10.0.0.2", ranks=(2, 3))),
+    nodes=(
+        Node(0, "node-0", "10.0.0.1", ranks=(0, 1)),
+        Node(1, "node-1", "10.0.0.2", ranks=(2, 3)),
+    ),
 )
 
 
@@ -536,14 +566,19 @@ def public_faults_reach_jobs_and_subscribers() -> str:
             shown = next(stream)
             assert shown.signalType == "fault"
             (node,) = shown.nodeFaultInfo
-            assert (node.nodeName, node.nodeIP, node.faultLevel) == ("node-1", "10.0.0.2",
-                                                                     "UnHealthy")
+            assert (node.nodeName, node.nodeIP, node.faultLevel) == (
+                "node-1",
+                "10.0.0.2",
+                "UnHealthy",
+            )
             assert node.faultDevice[0].deviceId == "1"
             wait_until(lambda: signals)
             assert signals[0].ranks == {3: 1}
             result = raw("Fault.GetFaultMsgSignal", who)
             assert result.code == 200 and result.info == "Succeed"
-            assert raw("Fault.GetFaultMsgSignal", fault_pb2.ClientInfo()).info == "all info returned"
+            assert (
+                raw("Fault.GetFaultMsgSignal", fault_pb2.ClientInfo()).info == "all info returned"
+            )
             codes = {raw("Fault.GetFaultMsgSignal", who).code for _ in range(15)}
             assert codes == {200, 429}
             assert raw("ClearFault", control_pb2.FaultReference(faultId="fault-0001")).code == 0
@@ -559,8 +594,14 @@ def every_return_code_of_pubfault() -> str:
     with Controller() as c:
         raw = Raw(grpc.insecure_channel(c.address))
         bad: list[dict[str, Any]] = [
-            {"id": "short"}, {"timestamp": 5}, {"version": "2"}, {"resource": "nobody"},
-            {"faultType": "x"}, {"faultCode": "1"}, {"assertion": "maybe"}, {"influence": []},
+            {"id": "short"},
+            {"timestamp": 5},
+            {"version": "2"},
+            {"resource": "nobody"},
+            {"faultType": "x"},
+            {"faultCode": "1"},
+            {"assertion": "maybe"},
+            {"influence": []},
             {"influence": [pubfault_pb2.PubFaultInfo(nodeName="n", deviceIds=[1, 1])]},
             {"influence": [pubfault_pb2.PubFaultInfo(nodeName="n", deviceIds=[32])]},
             {"influence": [pubfault_pb2.PubFaultInfo(deviceIds=[3])]},
@@ -625,7 +666,9 @@ def nic_switch_and_stress_test_on_the_wire() -> str:
                 result.initial_metadata()
                 order = next(orders)
                 assert list(order.rankID) == ["2"] and list(order.op) == [True]
-                assert raw("ReplySwitchNicResult", pb.SwitchResult(jobId=job, result=True)).code == 0
+                assert (
+                    raw("ReplySwitchNicResult", pb.SwitchResult(jobId=job, result=True)).code == 0
+                )
             else:
                 orders = raw("SubscribeNotifyExecStressTest", who)
                 ops = {"1": pb.StressOpList(ops=[0, 1])}
@@ -636,8 +679,13 @@ def nic_switch_and_stress_test_on_the_wire() -> str:
                 order = next(orders)
                 assert set(order.stressParam) == {"2", "3"}
                 good = pb.StressTestRankResult(rankResult={"0": pb.StressTestOpResult(code="0")})
-                assert raw("ReplyStressTestResult", pb.StressTestResult(
-                    jobId=job, stressResult={"2": good, "3": good})).code == 0
+                assert (
+                    raw(
+                        "ReplyStressTestResult",
+                        pb.StressTestResult(jobId=job, stressResult={"2": good, "3": good}),
+                    ).code
+                    == 0
+                )
             assert [m.msg for m in result] == ["ok"]
             worker.wait_for("continue")
             assert state_of(raw, job).lastOutcome == "maintenance succeeded"
@@ -656,8 +704,12 @@ def a_hot_switch_on_the_wire() -> str:
         assert raw("SwitchNode", node).code == 0
         client.worker.wait_for("hot switch")
         for state in ("ready", "gone"):
-            assert raw("ReportNode", control_pb2.NodeReport(
-                jobId="job-hot", nodeRank=1, state=state)).code == 0
+            assert (
+                raw(
+                    "ReportNode", control_pb2.NodeReport(jobId="job-hot", nodeRank=1, state=state)
+                ).code
+                == 0
+            )
             if state == "ready":
                 wait_until(lambda: state_of(raw, "job-hot").state == "old-leaving")
         client.worker.wait_for("migration")

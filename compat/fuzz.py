@@ -18,7 +18,19 @@ from compat.harness import PATHS, Controller, Raw
 from phalanx.proto import MAX_MESSAGE_BYTES
 from phalanx.proto import recover_pb2 as pb
 
-_WORDS = ("", "job-x", "0", "-1", "1e9", "retry", "recover", "é" * 40, "x" * 400, "\x00", "99999999")
+_WORDS = (
+    "",
+    "job-x",
+    "0",
+    "-1",
+    "1e9",
+    "retry",
+    "recover",
+    "é" * 40,
+    "x" * 400,
+    "\x00",
+    "99999999",
+)
 
 
 @dataclass
@@ -142,19 +154,30 @@ def run(controller: Controller, count: int, seed: int = 1, window: int = 64) -> 
         stream = own("SubscribeProcessManageSignal", info)
         fault = [pb.FaultRank(rankId="1", faultType="1")]
         while not stop.is_set():
-            assert own("ReportProcessFault", pb.ProcessFaultRequest(
-                jobId="bystander", faultRanks=fault)).code == 0
+            assert (
+                own(
+                    "ReportProcessFault",
+                    pb.ProcessFaultRequest(jobId="bystander", faultRanks=fault),
+                ).code
+                == 0
+            )
             for word in ("stopTrain", "globalFault", "changeStrategy"):
                 signal = next(s for s in stream if s.signalType != "keep-alive")
                 assert signal.signalType == word, signal
                 if word == "stopTrain":
                     own("ReportStopComplete", pb.StopCompleteRequest(jobId="bystander"))
                 elif word == "globalFault":
-                    own("ReportRecoverStrategy", pb.RecoverStrategyRequest(
-                        jobId="bystander", strategies=["recover", "exit"]))
+                    own(
+                        "ReportRecoverStrategy",
+                        pb.RecoverStrategyRequest(
+                            jobId="bystander", strategies=["recover", "exit"]
+                        ),
+                    )
                 else:
-                    own("ReportRecoverStatus", pb.RecoverStatusRequest(
-                        jobId="bystander", strategy="recover"))
+                    own(
+                        "ReportRecoverStatus",
+                        pb.RecoverStatusRequest(jobId="bystander", strategy="recover"),
+                    )
             report.bystander_rounds += 1
             stop.wait(0.05)
         stream.cancel()
@@ -187,7 +210,7 @@ def run(controller: Controller, count: int, seed: int = 1, window: int = 64) -> 
                 report.errors += 1
             free.release()
             continue
-        name, method = rnd.choice(list(unary.items()))
+        _name, method = rnd.choice(list(unary.items()))
         message = fill(rnd, method.request)
         if "jobId" in message.DESCRIPTOR.fields_by_name and rnd.random() < 0.5:
             message.jobId = f"fuzz-{rnd.randrange(50)}"

@@ -123,7 +123,9 @@ def certificates(folder: Path) -> dict[str, str]:
     def run(*args: str) -> None:
         subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
 
-    def root(name: str, *more: str, kind: tuple[str, ...] = ("ec", "prime256v1"), cn: str = "clusterd") -> None:
+    def root(
+        name: str, *more: str, kind: tuple[str, ...] = ("ec", "prime256v1"), cn: str = "clusterd"
+    ) -> None:
         usage = ("digitalSignature,keyCertSign", "critical,CA:TRUE")
         if more:
             usage = (more[0], more[1])
@@ -132,9 +134,25 @@ def certificates(folder: Path) -> dict[str, str]:
             if kind[0] == "ec"
             else ["-newkey", f"rsa:{kind[1]}"]
         )
-        run("req", "-x509", *key, "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.pem",
-            "-sha256", "-days", "30", "-subj", f"/O=test/CN={cn}",
-            "-addext", f"keyUsage={usage[0]}", "-addext", f"basicConstraints={usage[1]}")
+        run(
+            "req",
+            "-x509",
+            *key,
+            "-nodes",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+            "-sha256",
+            "-days",
+            "30",
+            "-subj",
+            f"/O=test/CN={cn}",
+            "-addext",
+            f"keyUsage={usage[0]}",
+            "-addext",
+            f"basicConstraints={usage[1]}",
+        )
 
     root("ca")
     root("no-ca", "digitalSignature", "critical,CA:FALSE")
@@ -142,9 +160,37 @@ def certificates(folder: Path) -> dict[str, str]:
     root("short", kind=("rsa", "2048"))
     root("rsa", kind=("rsa", "3072"))
     for name, cn in (("server", "clusterd"), ("client", "job-a")):
-        run("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-            "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={cn}")
+        run(
+            "req",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.csr",
+            "-subj",
+            f"/CN={cn}",
+        )
         (folder / "ext").write_text(f"subjectAltName=DNS:{cn}\n")
-        run("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-            "-CAcreateserial", "-out", f"{name}.pem", "-days", "30", "-sha256", "-extfile", "ext")
+        run(
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-out",
+            f"{name}.pem",
+            "-days",
+            "30",
+            "-sha256",
+            "-extfile",
+            "ext",
+        )
     return {path.name: str(path) for path in folder.iterdir()}

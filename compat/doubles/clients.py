@@ -87,8 +87,11 @@ class WorkerSide:
         self.hold.wait(10)
         codes = self.codes.get(name, [])
         code = codes.pop(0) if codes else 0
-        if name == "downgrade" and code == 0 and hasattr(self.client.pb.RecoverStatusRequest(),
-                                                         "isolateRankIds"):
+        if (
+            name == "downgrade"
+            and code == 0
+            and hasattr(self.client.pb.RecoverStatusRequest(), "isolateRankIds")
+        ):
             self.client.report_recover_status(201, "isolate", self.isolate, name)
             # the second report comes once the smaller world has made a step
         self.client.report_recover_status(code, "done", self.ranks, name)

@@ -125,8 +125,13 @@ class _Job:
                     if name == "exit":
                         return
                     status = self.wait("status", generation)
-                    if status is None or status.strategy not in ("retry", "recover", "downgrade",
-                                                                 "dump", "exit"):
+                    if status is None or status.strategy not in (
+                        "retry",
+                        "recover",
+                        "downgrade",
+                        "dump",
+                        "exit",
+                    ):
                         return  # reset
                     if status.strategy == "dump":
                         self.leave(generation, "dump_exit")
@@ -255,14 +260,14 @@ class OldServer:
 
     # -- the service
 
-    def Init(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def Init(self, request: Any, context: Any) -> Any:
         self.note("Init", request)
         code = self.init_codes.pop(0) if self.init_codes else 0
         if code == 0:
             self.inited.add(request.jobId)
         return pb.Status(code=code, info="init")
 
-    def Register(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def Register(self, request: Any, context: Any) -> Any:
         self.note("Register", request)
         if request.jobId in self.jobs:
             return pb.Status(code=0, info="register success")
@@ -273,7 +278,7 @@ class OldServer:
             self.jobs[request.jobId] = _Job(self, request.jobId)
         return pb.Status(code=code, info="register")
 
-    def SubscribeProcessManageSignal(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+    def SubscribeProcessManageSignal(self, request: Any, context: Any) -> Iterator[Any]:
         self.note("Subscribe", request)
         job = self.jobs.get(request.jobId)
         if job is None:
@@ -299,16 +304,16 @@ class OldServer:
         job.slots[kind].put(request)  # no deadline: a second one blocks
         return pb.Status(code=0, info="received")
 
-    def ReportStopComplete(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def ReportStopComplete(self, request: Any, context: Any) -> Any:
         return self._report("ReportStopComplete", "stop", request)
 
-    def ReportRecoverStrategy(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def ReportRecoverStrategy(self, request: Any, context: Any) -> Any:
         return self._report("ReportRecoverStrategy", "strategies", request)
 
-    def ReportRecoverStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def ReportRecoverStatus(self, request: Any, context: Any) -> Any:
         return self._report("ReportRecoverStatus", "status", request)
 
-    def ReportProcessFault(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def ReportProcessFault(self, request: Any, context: Any) -> Any:
         self.note("ReportProcessFault", request)
         job = self.jobs.get(request.jobId)
         if job is None:
@@ -319,7 +324,7 @@ class OldServer:
             threading.Thread(target=job.recover, args=(job.generation,), daemon=True).start()
         return pb.Status(code=0, info="receive ReportProcessFault")
 
-    def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def HealthCheck(self, request: Any, context: Any) -> Any:
         return pb.Status(code=0, info="ok")
 
     def end_streams(self) -> None:

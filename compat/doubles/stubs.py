@@ -55,10 +55,7 @@ def build(version: dict[str, str], name: str) -> SimpleNamespace:
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return SimpleNamespace(
-        **{
-            m: message_factory.GetMessageClass(pool.FindMessageTypeByName(m))
-            for m in version
-        }
+        **{m: message_factory.GetMessageClass(pool.FindMessageTypeByName(m)) for m in version}
     )
 
 
