@@ -7,7 +7,7 @@ import textwrap
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.process import scan as scanning
@@ -284,6 +284,7 @@ def timed(act):
     return time.perf_counter() - begin
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes(tmp_path_factory, data):
     file = tmp_path_factory.getbasetemp() / "any.py"
@@ -294,6 +295,7 @@ def test_any_bytes(tmp_path_factory, data):
 PIECES = ["import ", "from ", "torch", ".", ",", "(", ")", "\n", "    ", " as ", "*", "\\\n", "#"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([*PIECES, "if TYPE_CHECKING:", "os.environ['A'] = 'b'"])))
 def test_any_imports(tmp_path_factory, pieces):
     file = tmp_path_factory.getbasetemp() / "any.py"
