@@ -224,6 +224,10 @@ class Agent:
     def living(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.died is None]
 
+    @property
+    def over(self) -> bool:
+        return bool(self.decisions) and self.decisions[-1].strategy is ladder.Strategy.EXIT
+
     # -- the loop
 
     def run(self, timeout: float = 60.0) -> None:
@@ -235,9 +239,8 @@ class Agent:
         while True:
             if all(worker.code == 0 for worker in self.workers.values()):
                 return
-            if self.decisions and self.decisions[-1].strategy is ladder.Strategy.EXIT:
-                if not self.living():
-                    return
+            if self.over and not self.living():
+                return
             if time.monotonic() > end:
                 raise TimeoutError(f"workers do not end\n{self.story()}")
             self._wait(min(0.5, max(0.0, end - time.monotonic())))
@@ -327,7 +330,7 @@ class Agent:
             self._fault(ladder.Fault(worker.rank, ladder.Kind.DEATH, step))
 
     def _decide(self) -> None:
-        if not self._pending:
+        if not self._pending or self.over:
             return
         waited = time.monotonic() - self._pending_since
         kinds = {fault.kind for fault in self._pending}

@@ -236,16 +236,15 @@ def program_train(spec: dict[str, Any]) -> None:
 
 
 def _strike_in_update(optim: Any, faults: Faults, due: dict[str, Any]) -> None:
-    real = torch._foreach_addcdiv_ if hasattr(torch, "_foreach_addcdiv_") else None
     parameters = [p for group in optim.param_groups for p in group["params"]]
 
     def half(*_: Any) -> None:
+        handle.remove()
         with torch.no_grad():
-            parameters[0].add_(1.0)  # an update that got half way
+            state.local(parameters[0]).add_(1.0)  # an update that got half way
         faults.strike(due)
 
     handle = optim.register_step_pre_hook(half)
-    del real, handle
 
 
 def _patch(faults: Faults) -> None:

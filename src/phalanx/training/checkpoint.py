@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from phalanx.training import rng, state
+from phalanx.training import codec, rng, state
 
 dist: Any = torch.distributed
 
@@ -74,8 +74,9 @@ class Checkpoints:
         guard: state.BufferGuard,
         rank: int,
         world: int,
+        extra: Any = None,
     ) -> None:
-        """Write the state after ``step``. Called by all ranks.
+        """Write the state after ``step``, and ``extra`` of rank 0. Called by all ranks.
 
         :raises Superseded: see there. :raises OSError: storage.
         """
@@ -92,6 +93,8 @@ class Checkpoints:
         elif rank == 0:
             _write_tensors(draft / "whole.pt", protected)
         _write(draft / f"own-{rank}.bin", b"".join(state.record(protected, guard, own_only=False)))
+        if rank == 0:
+            _write(draft / "extra.bin", codec.pack(extra))
         if world > 1:
             dist.barrier()
         if rank == 0:
@@ -126,8 +129,8 @@ class Checkpoints:
 
     def load(
         self, step: int, protected: state.Protected, guard: state.BufferGuard, rank: int
-    ) -> None:
-        """Put the state after ``step`` into the protected objects.
+    ) -> Any:
+        """Put the state after ``step`` into the protected objects; returns its ``extra``.
 
         :raises StateMismatch: it was saved from other objects. :raises OSError: storage.
         """
@@ -145,6 +148,7 @@ class Checkpoints:
         else:  # more ranks than when it was saved
             _, small, _ = state.split_record((place / "own-0.bin").read_bytes())
             protected.load_small({**small, "own": {}})
+        return codec.unpack((place / "extra.bin").read_bytes())
 
 
 def _sharded(protected: state.Protected) -> bool:

@@ -35,7 +35,7 @@ from phalanx.training.faults import classify
 from phalanx.training.groups import BACKEND, Fabric, install
 from phalanx.training.link import AgentGone, Join, Link, NoWord
 from phalanx.training.slate import Slate
-from phalanx.training.wrappers import UnsupportedTorch, Wrappers, missing_names
+from phalanx.training.wrappers import LayoutMismatch, UnsupportedTorch, Wrappers, missing_names
 
 log = logging.getLogger("phalanx.training")
 dist: Any = torch.distributed
@@ -133,6 +133,7 @@ class Job:
             self._checkpoints = Checkpoints(checkpoint, keep=keep_checkpoints)
         self._checkpoint_every = checkpoint_every
         self._finished: int | None = None  # last finished step; None: no state yet
+        self._finished_here = 0  # steps that this process has finished
         self._whole = True  # False while state is being received
         self._current: Step | None = None  # the step that is open or was interrupted
         self._grads_none = True
@@ -264,6 +265,7 @@ class Job:
             self._replicas = replicas
         if rebuild is not None:
             self._rebuild = rebuild
+        self._wrappers = Wrappers(list(self._protected.models.values()))
         if self._link is None:
             return
         for model in self._protected.models.values():
@@ -273,7 +275,6 @@ class Job:
                     f"be brought back to idle after a fault: give protect(rebuild=...), or run "
                     f"without an agent"
                 )
-        self._wrappers = Wrappers(list(self._protected.models.values()))
         for thing in things.values():
             if isinstance(thing, torch.nn.Module):
                 self._hooks.append(thing.register_forward_hook(self._forward_ended))
@@ -459,6 +460,7 @@ class Job:
 
     def _commit(self, step: Step) -> None:
         self._finished = int(step)
+        self._finished_here += 1
         step.done = True
         if self._link is None:
             self._after_step()
@@ -657,8 +659,9 @@ class Job:
         if note is not None:
             note.origin, note.step, note.lost_steps = plan.origin.value, plan.step, plan.lost
             note.why, note.source = plan.why, plan.source_of(self.rank)
-        self._restore(group, plan)
-        self._agree_layouts(group, rows)
+        saved = self._restore(group, plan)
+        if not (plan.origin is not Origin.REPLICA and self._saved_layouts(group, plan, saved)):
+            self._agree_layouts(group, rows)
         if self._rebuild is not None and not first:
             self._rebuild()
         if first and self._slate is not None:
@@ -685,20 +688,23 @@ class Job:
         dist.all_gather(rows, mine, group=group)
         return [row.tolist() for row in rows]
 
-    def _restore(self, group: Any, plan: Plan) -> None:
+    def _restore(self, group: Any, plan: Plan) -> Any:
+        """Bring this rank to the start of the step after ``plan.step``. Returns what else was
+        saved in a snapshot or checkpoint."""
         begin = plan.step + 1
         if plan.origin is Origin.CHECKPOINT:
             assert self._checkpoints is not None and self._guard is not None
             self._whole = False
-            self._checkpoints.load(plan.step, self._protected, self._guard, self.rank)
+            saved = self._checkpoints.load(plan.step, self._protected, self._guard, self.rank)
             self._set(plan.step)
-            return
+            return saved
         mine = self._own_part(begin)
         loaded: bytes | None = None
+        saved = None
         if self.rank in plan.load:
             assert self._snapshots is not None
             self._whole = False
-            loaded = state.load_snapshot(self._snapshots, plan.step, self._protected)
+            loaded, saved = state.load_snapshot(self._snapshots, plan.step, self._protected)
             self._set(plan.step)
             self._put_small(loaded)
         receives = plan.source_of(self.rank)
@@ -727,6 +733,7 @@ class Job:
                 raise LostState(f"rank {receives} handed over step {extra['step']}")
             self._take_small(extra, mine, live, receives)
             self._set(plan.step)
+        return saved
 
     def _set(self, step: int) -> None:
         self._finished = step
@@ -795,6 +802,31 @@ class Job:
         if self._recovery is not None:
             self._recovery.local_state = how
 
+    def _saved_layouts(self, group: Any, plan: Plan, saved: Any) -> bool:
+        """Take the bucket layouts that were saved with the state, so that sums are made in the
+        same order as before. False if there are none, or this program's do not fit them."""
+        if not self._wrappers.ddp or self._rebuild is not None:
+            return False
+        source = plan.load[0] if plan.load else 0
+        text = b""
+        if self.rank == source and saved and saved.get("layouts"):
+            text = codec.pack(saved["layouts"])
+        text = _broadcast(group, source, self.rank, text)
+        return bool(text) and self._adopt_saved(codec.unpack(text))
+
+    def _adopt_saved(self, layouts: Any) -> bool:
+        try:
+            self._wrappers.adopt(layouts, self._fabric)
+        except LayoutMismatch as error:
+            log.warning("DDP buckets are not those of the saved state: %s", error)
+            return False
+        return True
+
+    def _extra(self) -> dict[str, Any]:
+        """What is saved besides the state."""
+        done = self._finished_here >= 2 and self._wrappers.ddp and self._rebuild is None
+        return {"layouts": self._wrappers.layouts(self._fabric) if done else []}
+
     def _agree_layouts(self, group: Any, rows: list[list[int]]) -> None:
         """All DDP wrappers to one bucket layout: that of those who have run a step."""
         if not self._wrappers.ddp or self._rebuild is not None:
@@ -807,22 +839,16 @@ class Job:
             self._wrappers.renew(self._fabric)
             return
         source = settled[0]
+        text = b""
         if self.rank == source:
             text = codec.pack(self._wrappers.layouts(self._fabric))
-            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            size = torch.tensor([len(text)], dtype=torch.int64)
-        else:
-            data, size = torch.empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, source, group=group)
-        if self.rank != source:
-            data = torch.empty(int(size.item()), dtype=torch.uint8)
-        dist.broadcast(data, source, group=group)
+        text = _broadcast(group, source, self.rank, text)
         if self.rank in settled:
             if self.rank != source:
                 # The same move as at the source: to execution order, if that is still to come.
                 self._wrappers.settle(self._fabric)
             return
-        self._wrappers.adopt(codec.unpack(data.numpy().tobytes()), self._fabric)
+        self._wrappers.adopt(codec.unpack(text), self._fabric)
 
     def _say_good_step(self) -> None:
         note, self._recovery = self._recovery, None
@@ -862,11 +888,15 @@ class Job:
         if self._snapshots is None:
             self._snapshots = self._make_snapshots()
         try:
-            state.take_snapshot(self._snapshots, self._last(), self._protected, small)
+            state.take_snapshot(
+                self._snapshots, self._last(), self._protected, small, self._extra()
+            )
         except ValueError:  # optimizer state has grown
             self._snapshots.close()
             self._snapshots = self._make_snapshots()
-            state.take_snapshot(self._snapshots, self._last(), self._protected, small)
+            state.take_snapshot(
+                self._snapshots, self._last(), self._protected, small, self._extra()
+            )
 
     def _save_or_interrupt(self) -> None:
         try:
@@ -890,7 +920,13 @@ class Job:
         if self._page is not None:
             self._page.beat(phase="checkpoint")
         self._checkpoints.save(
-            self._last(), self.generation, self._protected, self._guard, self.rank, self.world
+            self._last(),
+            self.generation,
+            self._protected,
+            self._guard,
+            self.rank,
+            self.world,
+            self._extra(),
         )
         if self._page is not None:
             self._page.beat(phase="between")
@@ -901,8 +937,10 @@ class Job:
         dist.all_reduce(step, op=dist.ReduceOp.MIN)
         newest = int(step.item())
         if newest >= start:
-            self._checkpoints.load(newest, self._protected, self._guard, self.rank)
+            saved = self._checkpoints.load(newest, self._protected, self._guard, self.rank)
             self._finished = newest
+            if saved.get("layouts"):
+                self._adopt_saved(saved["layouts"])
 
     def _newest_or_none(self) -> int:
         assert self._checkpoints is not None
@@ -919,6 +957,20 @@ def _holding(rank: int, row: list[int]) -> Holding:
         snapshots=frozenset(step for step in row[3:5] if step != _NONE),
         checkpoint=None if row[5] == _NONE else row[5],
     )
+
+
+def _broadcast(group: Any, source: int, rank: int, text: bytes) -> bytes:
+    """``text`` of rank ``source``, on all."""
+    size = torch.tensor([len(text)], dtype=torch.int64)
+    dist.broadcast(size, source, group=group)
+    length = int(size.item())
+    if not length:
+        return b""
+    data = torch.empty(length, dtype=torch.uint8)
+    if rank == source:
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dist.broadcast(data, source, group=group)
+    return data.numpy().tobytes()
 
 
 def _attach(fd: int) -> Slate | None:

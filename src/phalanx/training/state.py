@@ -513,13 +513,15 @@ def snapshot_size(protected: Protected) -> int:
     return total + 4 * len(codec.pack(words)) + (1 << 20)
 
 
-def take_snapshot(slate: Slate, step: int, protected: Protected, small: Sequence[bytes]) -> None:
-    """Write all tensors and ``small`` (a `record`) as the state after ``step``.
+def take_snapshot(
+    slate: Slate, step: int, protected: Protected, small: Sequence[bytes], extra: Any = None
+) -> None:
+    """Write all tensors, ``small`` (a `record`) and ``extra`` as the state after ``step``.
 
     :raises ValueError: it does not fit any more.
     """
     words, tensors = protected.describe()
-    head = codec.pack({"words": words, "small": b"".join(small)})
+    head = codec.pack({"words": words, "small": b"".join(small), "extra": extra})
     total = (
         8 + _aligned(8 + len(head)) + sum(_aligned(t.numel() * t.element_size()) for t in tensors)
     )
@@ -540,8 +542,8 @@ def take_snapshot(slate: Slate, step: int, protected: Protected, small: Sequence
     slate.commit(slot, step, at - start, 0)
 
 
-def load_snapshot(slate: Slate, step: int, protected: Protected) -> bytes:
-    """Put the tensors back; returns the `record` that was saved with them.
+def load_snapshot(slate: Slate, step: int, protected: Protected) -> tuple[bytes, Any]:
+    """Put the tensors back; returns the `record` and the ``extra`` that were saved with them.
 
     :raises StateMismatch: it is not there, or for other objects.
     """
@@ -560,8 +562,7 @@ def load_snapshot(slate: Slate, step: int, protected: Protected) -> bytes:
                 view = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=at)
                 place.copy_(view.view(place.dtype).reshape(place.shape))
             at += _aligned(size)
-    small: bytes = head["small"]
-    return small
+    return head["small"], head["extra"]
 
 
 def _aligned(size: int) -> int:

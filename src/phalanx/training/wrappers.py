@@ -15,6 +15,7 @@ program must give a rebuild callback, at start.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,9 +71,7 @@ def missing_names(model: nn.Module) -> list[str]:
                 or hasattr(state, "_root_post_backward_final_callback")
             ):
                 missing.append("FSDPState._root_post_backward_final_callback")
-            if not (
-                hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
-            ):
+            if not (hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")):
                 missing.append("FSDPState._fsdp_param_group")
         break
     return missing
@@ -186,11 +185,16 @@ def _short(layout: Layout) -> str:
     return text if len(text) < 200 else text[:197] + "..."
 
 
+def _alone(fabric: Fabric | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if fabric is None else fabric.alone()
+
+
 class Wrappers:
     """All wrappers of the protected models."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.ddp: list[DdpWrapper] = []
+        self._known: list[Layout] | None = None
         self._fsdp: list[nn.Module] = []
         for model in models:
             for module in model.modules():
@@ -229,27 +233,36 @@ class Wrappers:
         """Whether this rank's DDP wrappers (if any) have run a whole step."""
         return all(wrapper.settled for wrapper in self.ddp)
 
-    def settle(self, fabric: Fabric) -> None:
-        """Move buckets to execution order now, if that was to come at the next forward."""
-        with fabric.alone():
+    def settle(self, fabric: Fabric | None) -> None:
+        """Move buckets to execution order now, if that was to come at the next forward.
+
+        Here and below: without a fabric (no agent) all ranks must call this together.
+        """
+        with _alone(fabric):
             for wrapper in self.ddp:
                 wrapper.settle()
 
-    def layouts(self, fabric: Fabric) -> list[Layout]:
-        self.settle(fabric)
-        return [wrapper.layout() for wrapper in self.ddp]
+    def layouts(self, fabric: Fabric | None) -> list[Layout]:
+        """The bucket layouts, in execution order. Found out once: they do not change."""
+        if self._known is None:
+            self.settle(fabric)
+            self._known = [wrapper.layout() for wrapper in self.ddp]
+        return self._known
 
-    def adopt(self, layouts: list[Layout], fabric: Fabric) -> None:
+    def adopt(self, layouts: list[Layout], fabric: Fabric | None) -> None:
         """:raises LayoutMismatch: see `DdpWrapper.adopt`."""
         if len(layouts) != len(self.ddp):
             raise LayoutMismatch(
                 f"the others have {len(layouts)} DDP wrappers, not {len(self.ddp)}"
             )
-        with fabric.alone():
+        self._known = None
+        with _alone(fabric):
             for wrapper, layout in zip(self.ddp, layouts, strict=True):
                 wrapper.adopt(layout)
 
     def renew(self, fabric: Fabric) -> None:
+        """All as fresh from the constructor."""
+        self._known = None
         with fabric.alone():
             for wrapper in self.ddp:
                 wrapper.renew()
