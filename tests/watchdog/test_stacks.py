@@ -60,7 +60,7 @@ def test_py_spy_of_several(python: Any, tmp_path: Path) -> None:
             pytest.skip("py-spy may not look into processes here")
         assert method(path).startswith("py-spy")
         assert "inner_of_the_hang" in text
-        assert f"process {process.pid}, state S (sleeping)" in text
+        assert f"process {process.pid}, state " in text
         assert "-- /proc --" in text
         assert process.poll() is None
     assert sorted(os.listdir(paths[0].parent)) == [p.name for p in paths]

@@ -175,15 +175,18 @@ def _save_one(
     if spy is None:
         notes.append("py-spy is not installed in this environment (pip install py-spy)")
     else:
-        # Without halting first: that always works and is quick. Then better, if it may be.
+        # Without halting first: that is quick and works with stopped processes, too. Then
+        # better, with native frames, for which the process must be halted.
         text, error = _py_spy(spy, pid, deadline, "--nonblocking")
         if text:
             write("py-spy", text)
-            if state[0] in "TtDXZ":
-                return  # cannot be halted, which native frames need
-            native, error = _py_spy(spy, pid, deadline, "--native")
+        if state[0] not in "TtDXZ":
+            native, why = _py_spy(spy, pid, deadline, "--native")
             if native:
                 write("py-spy --native", native)
+                return
+            error = f"{error}; --native: {why}"
+        if text:
             return
         children = _py_spy_children(spy, pid, deadline)
         if children:
