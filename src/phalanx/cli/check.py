@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +26,8 @@ class Findings:
     """What `phalanx check` found; with ``--json`` it is printed as it stands.
 
     ``problems`` would make the job fail, ``notes`` may matter. ``warm`` whether workers can
-    be forked from a preloaded process (None: not tried), ``why`` for a person.
+    be forked from a preloaded process (None: not tried) and ``why_not``; ``why`` the plan is
+    what it is.
     """
 
     script: str
@@ -34,6 +35,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warm: bool | None = None
+    why_not: str = ""
     why: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
     report: dict[str, Any] | None = None
@@ -177,8 +179,7 @@ def _try(findings: Findings, seen: ImportScan, plan: PreloadPlan, timeout: float
     findings.report = report.to_json()
     findings.measured = answer["measured"]
     findings.warm = report.safe
-    if report.why_not:
-        findings.why = report.why_not
+    findings.why_not = report.why_not
     if answer["syntax"]:
         findings.problems.append(answer["syntax"])
     _missing(findings, seen, answer["missing"])
@@ -322,29 +323,33 @@ def _strategies(findings: Findings, seen: ImportScan) -> None:
 
 def text(findings: Findings) -> str:
     """For a person."""
-    lines = [f"{findings.script} ({findings.interpreter})"]
+    rows: list[tuple[str, str]] = []
     modules = findings.plan.get("modules", ())
-    if not modules:
-        lines.append(f"  preload   nothing: {findings.why}")
-    else:
+    if modules:
         step = " and one optimizer step" if findings.plan.get("optimizer_step") else ""
-        lines.append(f"  preload   {', '.join(modules)}{step}")
-        if findings.why:
-            lines.append(f"  because   {findings.why}")
+        rows.append(("preload", ", ".join(modules) + step))
+        rows.append(("because", findings.why))
+    else:
+        rows.append(("preload", f"nothing: {findings.why}"))
     if findings.warm is not None:
-        lines.append(f"  warm      {'yes' if findings.warm else 'no: ' + findings.why}")
+        rows.append(("warm", "yes" if findings.warm else f"no: {findings.why_not}"))
     if modules and (measured := findings.measured):
-        lines.append(
-            f"  measured  imports {measured['imports_s']:.1f} s, once per node instead of once "
-            f"per worker and restart; a fork {measured['fork_s'] * 1000:.0f} ms; "
-            f"{measured['memory_mb']:.0f} MB shared by all workers"
+        rows.append(
+            (
+                "measured",
+                f"imports {measured['imports_s']:.1f} s, once per node instead of once per worker "
+                f"and restart; a fork {measured['fork_s'] * 1000:.0f} ms; "
+                f"{measured['memory_mb']:.0f} MB shared by all workers",
+            )
         )
-    lines += [f"  {name:<9} {what}" for name, what in _named(findings.strategies).items()]
-    lines += [f"  note      {note}" for note in findings.notes]
-    lines += [f"  PROBLEM   {problem}" for problem in findings.problems]
-    lines.append("  ready to run" if findings.ok else "  this would fail")
-    return "\n".join(lines)
-
-
-def _named(strategies: Mapping[str, str]) -> dict[str, str]:
-    return {name if len(name) < 10 else f"{name}:": what for name, what in strategies.items()}
+    rows += findings.strategies.items()
+    rows += [("note", note) for note in findings.notes]
+    rows += [("PROBLEM", problem) for problem in findings.problems]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(
+        [
+            f"{findings.script} ({findings.interpreter})",
+            *(f"  {name:<{width}}  {what}" for name, what in rows),
+            "  ready to run" if findings.ok else "  this would fail",
+        ]
+    )
