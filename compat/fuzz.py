@@ -200,7 +200,7 @@ def run(controller: Controller, count: int, seed: int = 1, window: int = 64) -> 
             raise TimeoutError("the controller no longer answers")
         report.sent += 1
         if rnd.random() < 0.02:
-            name, method = rnd.choice(list(streams.items()))
+            method = rnd.choice(list(streams.values()))
             data = spoil(rnd, fill(rnd, method.request).SerializeToString())
             call = channel.unary_stream(method.path)(data, timeout=20)
             # cancelled when the controller has either accepted or refused it
@@ -210,7 +210,7 @@ def run(controller: Controller, count: int, seed: int = 1, window: int = 64) -> 
                 report.errors += 1
             free.release()
             continue
-        _name, method = rnd.choice(list(unary.items()))
+        method = rnd.choice(list(unary.values()))
         message = fill(rnd, method.request)
         if "jobId" in message.DESCRIPTOR.fields_by_name and rnd.random() < 0.5:
             message.jobId = f"fuzz-{rnd.randrange(50)}"

@@ -144,6 +144,7 @@ def test_what_follows_a_failure(strategy, kind, enabled, code, then):
     assert signal.key.strategy == strategy
     play.status(code, strategy)
     assert play.job.state is then
+    assert len({s.key for s in play.sent}) == len(play.sent)  # each is a signal of its own
     if strategy == "dump":
         assert play.sent[-1].extra == "dump_exit"
 

@@ -388,6 +388,7 @@ def _bar_failed(turn: Turn) -> None:
         turn.set(retried=True)
     # Code 0 where it is not a success (never offered by the tables) counts as 406.
     _bar(turn, job.chosen, event.code or Code.UNRECOVERABLE)
+    _choose_anew(turn)
 
 
 def _bar_late(turn: Turn) -> None:
@@ -397,12 +398,20 @@ def _bar_late(turn: Turn) -> None:
     if job.chosen == words.RETRY:
         turn.set(retried=True)
     _bar(turn, job.chosen, Code.UNRECOVERABLE, f"no word about {job.chosen} in time")
+    _choose_anew(turn)
 
 
 def _bar_nodes(turn: Turn) -> None:
     """No replacement came: replacing is over, shrinking is not."""
     _take_waiting(turn)
     _bar(turn, words.RECOVER, Code.RECOVERABLE, "no replacement in time")
+    _choose_anew(turn)
+
+
+def _choose_anew(turn: Turn) -> None:
+    """A new round, since in-place and recover bear the same name on the wire: without it the
+    second one's signal would have the first one's key."""
+    turn.set(round=turn.job.round + 1)
 
 
 def _bar_unstoppable(turn: Turn) -> None:
