@@ -79,3 +79,21 @@ def dot() -> str:
         label = "\\n".join(labels)
         out.append(f'  {_id(source)} -> {_id(target)} [label="{label}"];')
     return "\n".join(out) + "\n}\n"
+
+
+def into_document(document: str) -> str:
+    """The document with the copy of the table between its marks brought up to date."""
+    head, _, rest = document.partition("<!-- table -->\n")
+    _, end, tail = rest.partition("<!-- end -->")
+    if not end:
+        raise ValueError("the document has no <!-- table --> and <!-- end --> marks")
+    copy = f"```text\n{text()}```\n\n```mermaid\n{mermaid()}```\n"
+    return f"{head}<!-- table -->\n{copy}{end}{tail}"
+
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    path = Path(sys.argv[1])
+    path.write_text(into_document(path.read_text()))
