@@ -480,7 +480,7 @@ class PContext(abc.ABC):
 
     def _wake(self) -> None:
         """Have `_wait_event` return; from any thread or signal handler."""
-        with contextlib.suppress(OSError):  # closed, or about to be
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it was just closed
             os.eventfd_write(self._wake_fd, 1)
 
     def _hurry(self) -> bool:

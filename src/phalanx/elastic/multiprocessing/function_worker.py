@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import signal
 import struct
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,28 +100,16 @@ def _own_signals() -> None:
 
 
 def _die_with_agent(task: Task) -> None:
-    """A session of our own, which ends when the agent does, however it does."""
+    """Lead a session, which the undertaker ends, and have the kernel tie us to the agent."""
     try:
         os.setsid()
     except OSError:  # we lead one already
         pass
     parent = os.getppid()
-    try:
-        agent = syscalls.pidfd_open(task.agent_pid)
-    except OSError:
-        os._exit(127)  # it is dead: nobody wants what we would do
-    if task.death_signal or parent != task.agent_pid:
+    if task.death_signal or parent != task.agent_pid:  # else the parent is the fork server
         syscalls.set_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(127)
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(agent, select.POLLIN)
-        poll.poll()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="phalanx-agent-watch", daemon=True).start()
+        os._exit(127)  # it died a moment ago: nobody wants what we would do
 
 
 class _Sender:

@@ -8,6 +8,7 @@ import pickle
 import secrets
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from phalanx.elastic.multiprocessing import function_worker
 from phalanx.elastic.multiprocessing.api import PContext, RunProcsResult, logger
 from phalanx.elastic.multiprocessing.errors import first_failure
 from phalanx.elastic.multiprocessing.logs_specs import LogsSpecs
-from phalanx.process import launch, syscalls, tree
+from phalanx.process import launch, syscalls, tree, undertaker
 from phalanx.process.oom import Mark, OomWatch
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class MultiprocessContext(PContext):
         self._poll_set.register(self._wake_fd, select.POLLIN)
         self._news = False
         self._oom: OomWatch | None = None
+        self._undertaker: _Undertaker | None = None
         self._store_supervisor: Supervisor | None = None
         self._result: RunProcsResult | None = None
 
@@ -88,8 +90,12 @@ class MultiprocessContext(PContext):
         self._started = True
         context: Any = multiprocessing.get_context(self.start_method)
         self._oom = OomWatch()
+        if self.nprocs:
+            self._undertaker = _Undertaker(self._mark)
         for rank in range(self.nprocs):
             child = self._start_one(context, rank)
+            assert self._undertaker is not None
+            self._undertaker.tell(child.pid)
             self._children[rank] = child
             for fd in child.fds():
                 self._by_fd[fd] = child
@@ -277,6 +283,8 @@ class MultiprocessContext(PContext):
             if self._oom is not None:
                 self._oom.close()
                 self._oom = None
+            if self._undertaker is not None:
+                self._undertaker.dismiss()
             supervisor, self._store_supervisor = self._store_supervisor, None
             if supervisor is not None:
                 supervisor.close()
@@ -373,6 +381,50 @@ def _await_end(pid: int) -> None:
         pass
     finally:
         os.close(pidfd)
+
+
+class _Undertaker:
+    """Ends what workers have started, should this process die before it can; see there."""
+
+    def __init__(self, mark: str) -> None:
+        reader, self._writer = os.pipe2(os.O_CLOEXEC)
+        try:
+            script = undertaker.__file__
+            command = [sys.executable, "-S", "-E", script, str(os.getpid()), mark]
+            actions: list[Any] = [
+                (os.POSIX_SPAWN_DUP2, reader, 0),
+                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ]
+            self._pid = os.posix_spawn(
+                command[0],
+                command,
+                {},
+                file_actions=actions,
+                setsigmask=(),
+                setsigdef=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP],
+            )
+        except BaseException:
+            os.close(self._writer)
+            raise
+        finally:
+            os.close(reader)
+
+    def tell(self, pid: int) -> None:
+        """``pid`` leads the session of a worker."""
+        try:
+            os.write(self._writer, b"%d\n" % pid)
+        except BrokenPipeError:
+            logger.warning("the process that would clean up after this one has ended")
+
+    def dismiss(self) -> None:
+        """It is not needed any more."""
+        os.close(self._writer)
+        try:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        except (ProcessLookupError, ChildProcessError):  # somebody else has reaped it
+            pass
 
 
 class _Child:

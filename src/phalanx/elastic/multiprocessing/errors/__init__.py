@@ -66,6 +66,9 @@ class ProcessFailure:
     * ``explanation``: a sentence on the likely cause (out of memory, ...).
 
     ``timestamp_ns`` is the best guess of when it failed, and what failures are ordered by.
+
+    A file that cannot be read as JSON counts as none. One that is a JSON object of another form
+    raises ``KeyError``, unless ``observed_ns`` says that an agent asks.
     """
 
     local_rank: int
@@ -92,6 +95,10 @@ class ProcessFailure:
             if self.observed_ns is not None:  # it was alive when it wrote
                 self.timestamp_ns = min(found.time_ns, self.observed_ns)
         else:
+            if self.observed_ns is None and errorfile.lacks_message(self.error_file):
+                # PyTorch's contract for a failure made by hand; an agent gives `observed_ns`
+                # and must go on whatever its workers wrote.
+                raise KeyError(f"error file {self.error_file} has no entry 'message'")
             if self.error_file and _may_hold_something(self.error_file):
                 logger.warning(
                     "rank %s: error file %s cannot be understood and is not used",
