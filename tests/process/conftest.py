@@ -1,176 +1,201 @@
-"""Programs run twice: by a fresh interpreter, and warm by a small keeper."""
+"""What the tests of real processes share."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
+import select
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from phalanx.process.preload import PreloadPlan, PreloadReport
+from phalanx.process import tree
+from phalanx.process.preload import PreloadPlan
+from phalanx.process.program import Program
+from phalanx.process.supervisor import (
+    Happening,
+    StartOrder,
+    Supervisor,
+    WorkerGone,
+    WorkerProcess,
+)
 
-KEEPER = Path(__file__).with_name("mini_keeper.py")
+LIMIT = 20.0  # seconds; for what takes milliseconds when nothing is wrong
 
 
-@dataclass
-class Outcome:
-    status: int
-    out: str
-    err: str
-    finish: str = ""  # what `on_finish` was told, a line each
+class Scene:
+    """Supervisors, programs and pipes of one test."""
 
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.supervisors: list[Supervisor] = []
+        self.fds: list[int] = []
+        self.buffers: dict[int, bytes] = {}
+        self._programs = 0
 
-class MiniKeeper:
-    """`mini_keeper.py` in a process; one program at a time."""
+    def supervisor(self, plan: PreloadPlan | None = None, **options: Any) -> Supervisor:
+        """An open one; closed when the test ends."""
+        supervisor = Supervisor(job="test", plan=plan, **options)
+        self.supervisors.append(supervisor)
+        supervisor.open()
+        return supervisor
 
-    def __init__(self, plan: PreloadPlan, env: Mapping[str, str]) -> None:
-        orders, self._orders = os.pipe()
-        self._answers, answers = os.pipe()
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-u", str(KEEPER), str(orders), str(answers)),
-                json.dumps(plan.to_json()),
-            ],
-            pass_fds=(orders, answers),
-            stdin=subprocess.DEVNULL,
-            env=dict(env),
-        )
-        os.close(orders)
-        os.close(answers)
-        self._reader = open(self._answers)
-        self.report = PreloadReport.from_json(json.loads(self._reader.readline()))
+    def program(self, code: str, *args: str) -> Program:
+        """A Python script with this code."""
+        self._programs += 1
+        path = self.directory / f"program{self._programs}.py"
+        path.write_text(textwrap.dedent(code))
+        return Program(argv=(sys.executable, str(path), *args), script=str(path), args=tuple(args))
 
-    def order(self, **order: object) -> int:
-        os.write(self._orders, json.dumps(order).encode() + b"\n")
-        line = self._reader.readline()
-        assert line, f"the keeper died: {self.process.wait(10)}"
-        return int(line)
+    def order(self, program: Program, rank: int = 0, **options: Any) -> StartOrder:
+        """A start order with this process's environment."""
+        env = {**os.environ, **options.pop("env", {})}
+        env.pop("PYTHONUNBUFFERED", None)  # a line would be two writes
+        return StartOrder(local_rank=rank, program=program, env=env, **options)
+
+    def pipe(self) -> tuple[int, int]:
+        """Both are closed when the test ends."""
+        ends = os.pipe()
+        self.fds += ends
+        return ends
+
+    def line(self, fd: int) -> str:
+        """The next line that comes out of a pipe."""
+        buffer = self.buffers.get(fd, b"")
+        end = time.monotonic() + LIMIT
+        while b"\n" not in buffer:
+            left = end - time.monotonic()
+            assert left > 0, f"no line within {LIMIT} s; so far {buffer!r}"
+            if select.select([fd], [], [], left)[0]:
+                chunk = os.read(fd, 65536)
+                assert chunk, f"end of file; so far {buffer!r}"
+                buffer += chunk
+        line, _, self.buffers[fd] = buffer.partition(b"\n")
+        return line.decode()
+
+    def until(
+        self, supervisor: Supervisor, done: Callable[[list[Happening]], bool]
+    ) -> list[Happening]:
+        """Collect happenings until ``done`` says so of all of them."""
+        end = time.monotonic() + LIMIT
+        seen: list[Happening] = []
+        while not done(seen):
+            left = end - time.monotonic()
+            assert left > 0, f"not within {LIMIT} s; so far {seen}"
+            seen += supervisor.wait(left)
+        return seen
+
+    def until_gone(
+        self, supervisor: Supervisor, workers: Sequence[WorkerProcess]
+    ) -> list[Happening]:
+        """Collect happenings until all of these are gone."""
+
+        def done(seen: list[Happening]) -> bool:
+            gone = {h.worker.id for h in seen if isinstance(h, WorkerGone)}
+            return gone >= {worker.id for worker in workers}
+
+        return self.until(supervisor, done)
 
     def close(self) -> None:
-        os.close(self._orders)
-        self._reader.close()
-        try:
-            self.process.wait(20)
-        finally:
-            self.process.kill()
-            self.process.wait()
-
-
-@pytest.fixture(scope="session")
-def base_env() -> dict[str, str]:
-    names = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH")
-    return {n: os.environ[n] for n in names if n in os.environ} | {"OMP_NUM_THREADS": "2"}
-
-
-@pytest.fixture(scope="session")
-def keepers(base_env: dict[str, str]) -> Iterator[Callable[[PreloadPlan], MiniKeeper]]:
-    """One keeper per plan for the whole session."""
-    made: dict[PreloadPlan, MiniKeeper] = {}
-
-    def get(plan: PreloadPlan) -> MiniKeeper:
-        if plan not in made:
-            made[plan] = MiniKeeper(plan, base_env)
-        return made[plan]
-
-    yield get
-    for keeper in made.values():
-        keeper.close()
-
-
-Run = Callable[..., Outcome]
-
-
-def _redirections(folder: Path, stdio: Sequence[str | None]) -> list[tuple[str | None, int]]:
-    flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_WRONLY | os.O_CREAT)
-    return [(p and str(folder / p), f) for p, f in zip(stdio, flags, strict=True)]
+        for supervisor in self.supervisors:
+            supervisor.close(grace=0.0)
+        for fd in self.fds:
+            try:
+                os.close(fd)
+            except OSError:
+                pass
 
 
 @pytest.fixture
-def run_both(
-    tmp_path: Path,
-    base_env: dict[str, str],
-    keepers: Callable[[PreloadPlan], MiniKeeper],
-) -> Callable[..., tuple[Outcome, Outcome]]:
-    """``run_both(words, plan=..., env=..., cwd=..., stdio=...)``: (fresh, warm) outcomes.
-
-    ``words`` are those after ``python -u``.
-    """
-    count = 0
-
-    def run(
-        words: Sequence[str],
-        *,
-        plan: PreloadPlan = PreloadPlan(),
-        env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-        stdio: Sequence[str | None] = ("/dev/null", "out", "err"),
-        flags: Sequence[str] = ("-u",),
-        only: str | None = None,
-    ) -> tuple[Outcome, Outcome]:
-        nonlocal count
-        count += 1
-        complete = {**base_env, **(env or {})}
-        where = cwd or tmp_path
-        argv = [sys.executable, *flags, *words]
-        results = []
-        for kind in ("fresh", "warm"):
-            folder = tmp_path / f".{kind}{count}"
-            folder.mkdir()
-            redirections = _redirections(folder, stdio)
-            finish = folder / "finish"
-            if only not in (None, kind):
-                status = 0
-            elif kind == "fresh":
-                status = _fresh(argv, complete, where, redirections)
-            else:
-                module = words[0] == "-m"
-                program = {
-                    "argv": argv,
-                    "script": None if module else words[0],
-                    "module": words[1] if module else None,
-                    "args": list(words[2 if module else 1 :]),
-                }
-                status = keepers(plan).order(
-                    program=program,
-                    env=complete,
-                    cwd=str(where),
-                    stdio=redirections,
-                    finish=str(finish),
-                )
-            results.append(
-                Outcome(
-                    status,
-                    *(
-                        (folder / name).read_text(errors="surrogateescape") if (folder / name).exists() else ""
-                        for name in ("out", "err", "finish")
-                    ),
-                )
-            )
-        return results[0], results[1]
-
-    return run
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    """See `Scene`. Fails the test if it leaves a process behind."""
+    before = {entry.pid for entry in tree.descendants(os.getpid())}
+    scene = Scene(tmp_path)
+    try:
+        yield scene
+    finally:
+        scene.close()
+    left = [e.pid for e in tree.descendants(os.getpid()) if e.pid not in before]
+    assert left == [], f"left behind: {left}"
 
 
-def _fresh(
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    cwd: Path,
-    redirections: Sequence[tuple[str | None, int]],
-) -> int:
-    # A shell, because Popen cannot start a process with a descriptor closed.
-    words = []
-    for fd, (path, _) in enumerate(redirections):
-        words.append(f"{fd}{'<' if fd == 0 else '>'}{path or '&-'}")
-    command = f'exec "$@" {" ".join(words)}'
-    return subprocess.run(
-        ["/bin/sh", "-c", command, "sh", *argv],
-        env=dict(env),
-        cwd=cwd,
-        start_new_session=True,
-        timeout=60,
-    ).returncode
+def wait_for_end(pids: Sequence[int], limit: float = LIMIT) -> None:
+    """Wait until none of these processes lives (a zombie does not)."""
+    end = time.monotonic() + limit
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            left = end - time.monotonic()
+            ready, _, _ = select.select([pidfd], [], [], max(0.0, left))
+            assert ready, f"{pid} lives: {tree.environment_value(pid, 'PHALANX_WORKER')}"
+        finally:
+            os.close(pidfd)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    entry = tree.stat(pid)
+    return entry is not None and not entry.zombie
+
+
+@pytest.fixture
+def ends() -> Callable[..., None]:
+    """`wait_for_end`."""
+    return wait_for_end
+
+
+@pytest.fixture
+def lives() -> Callable[[int], bool]:
+    """`is_alive`."""
+    return is_alive
+
+
+# A program that starts children in all the ways that escape a careless parent, prints
+# their pids in one line, and sleeps.
+FAMILY = """
+    import os, subprocess, sys, time
+
+    def nap():
+        time.sleep(300)
+        os._exit(0)
+
+    def fork(own_session=False, twice=False, run=nap):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            if own_session:
+                os.setsid()
+            if twice and os.fork():
+                os._exit(0)
+            os.write(write, b"%d\\n" % os.getpid())
+            run()
+        os.close(write)
+        if twice:
+            os.wait()
+        with os.fdopen(read) as file:
+            return int(file.readline())
+
+    def execed():
+        os.execvp("sleep", ["sleep", "300"])
+
+    pids = {
+        "child": fork(),
+        "own_session": fork(own_session=True),
+        "daemon": fork(own_session=True, twice=True),
+        "daemon_exec": fork(own_session=True, twice=True, run=execed),
+        "orphan": fork(twice=True),
+    }
+    print(*pids.values(), flush=True)
+"""
+
+
+@pytest.fixture
+def family() -> str:
+    """`FAMILY`, without indentation, to be continued."""
+    return textwrap.dedent(FAMILY)

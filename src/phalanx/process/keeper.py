@@ -51,12 +51,13 @@ class Kid:
         self.role = role  # worker, standby, nursery, store, failed
         self.pid = pid
         self.order = order or {}
+        self.why: dict[str, Any] = {}  # failed: what went wrong
         self.errors = -1  # worker being exec'ed: where it reports a failure
         self.line: socket.socket | None = None  # standby: where its order goes
         self.pidfd = -1  # standby: for the agent, later
         self.status = 0
         self.max_rss = 0
-        self.swept: set[int] = set()
+        self.swept: set[tuple[int, int]] = set()  # pid and start of what it left
         self.deadline = 0.0
 
     @property
@@ -198,24 +199,27 @@ class Keeper:
                 pass
 
     def do_kill(self, order: dict[str, Any], fds: list[int]) -> None:
-        """SIGKILL each with all that is below it."""
+        """SIGKILL each with all that it has started."""
         for kid in self.named(order["ids"]):
             below = tree.descendants(kid.pid)
             try:
                 os.kill(kid.pid, signal.SIGKILL)
-                os.killpg(kid.pid, signal.SIGKILL)
+                self.doom(kid, below)
+                os.killpg(kid.pid, signal.SIGKILL)  # who was forked meanwhile
             except OSError:
                 pass
-            self.kill_below(kid, below)
 
     def do_dead(self, order: dict[str, Any], fds: list[int]) -> None:
         """The agent knows that this worker is dying: take what it leaves, ahead of its end."""
         for kid in self.named([order["id"]]):
-            self.kill_below(kid, tree.descendants(kid.pid))
-            self.doomed.add(kid.id)
-            for entry in self.leftovers():
-                if tree.kill(entry):
-                    kid.swept.add(entry.pid)
+            self.doom(kid, tree.descendants(kid.pid))
+
+    def doom(self, kid: Kid, below: list[tree.Stat]) -> None:
+        """Kill what is below it and the orphans it has made; what slips through is swept later."""
+        self.doomed.add(kid.id)
+        for entry in (*below, *self.leftovers()):
+            if tree.kill(entry):
+                kid.swept.add((entry.pid, entry.start))
 
     def do_cancel(self, order: dict[str, Any], fds: list[int]) -> None:
         """Forget starts that nobody waits for any more."""
@@ -295,8 +299,8 @@ class Keeper:
         pidfd, kid.pidfd = kid.pidfd, -1
         if text:
             kid.role = "failed"
+            kid.why = json.loads(text)  # told when it has ended
             os.close(pidfd)
-            self.start_failed(kid.order, json.loads(text))
         else:
             self.started(kid, pidfd, warm=False)
 
@@ -332,6 +336,7 @@ class Keeper:
         theirs.close()
         wire.limit_sending(ours, NURSERY_SECONDS)
         self.kids[pid] = Kid("nursery", pid)
+        self.tell({"ev": "helper", "pid": pid})
         self.nursery = ours
         self.nursery_pid = pid
         self.preloaded = False
@@ -414,7 +419,7 @@ class Keeper:
             self.open_nursery()
         elif not was_ready and self.nursery_lives > 0:
             why = "the process that imports ahead died during the imports"
-            self.tell({"ev": "ready", "report": json.dumps({"safe": False, "why_not": why})})
+            self.tell({"ev": "ready", "report": None, "why_not": why})
         for order, fds in lost:
             self.ask_again(order, fds)
 
@@ -434,6 +439,7 @@ class Keeper:
             kid.line = socket.socket(fileno=kept.pop(1))
             kid.pidfd = fds.pop()
             self.standbys.append(kid)
+            self.tell({"ev": "helper", "pid": pid})
         elif order["op"] == "start":
             kid = Kid("worker", pid, order)
             if not order.get("cancelled"):
@@ -537,13 +543,18 @@ class Keeper:
             kid.deadline = time.monotonic() + SWEEP_SECONDS
             self.sweeping[kid.id] = kid
             self.doomed.add(kid.id)
+        elif kid.role == "failed":
+            if kid.why:
+                self.start_failed(kid.order, kid.why)
         elif kid.role == "store":
             self.tell({"ev": "store_gone", "id": kid.id, "status": status})
         elif kid.role == "nursery":
+            self.tell({"ev": "helper_gone", "pid": kid.pid})
             self.hear_nursery()
             if self.nursery is not None and kid.pid == self.nursery_pid:
                 self.nursery_died()  # a stray fork of it may keep the socket open
         elif kid.role == "standby":
+            self.tell({"ev": "helper_gone", "pid": kid.pid})
             self.standbys.remove(kid)
             assert kid.line is not None
             kid.line.close()
@@ -552,7 +563,7 @@ class Keeper:
     def sweep(self) -> None:
         """Kill what dead workers left behind; tell of each whose leftovers are gone."""
         leftovers = self.leftovers()
-        alive = {entry.pid for entry in leftovers}
+        alive = {(entry.pid, entry.start) for entry in leftovers}
         for entry in leftovers:
             tree.kill(entry)
         now = time.monotonic()
@@ -562,7 +573,7 @@ class Keeper:
             if alive and now < kid.deadline:
                 continue
             del self.sweeping[kid.id]
-            self.given_up.update((entry.pid, entry.start) for entry in leftovers)
+            self.given_up |= alive
             self.doomed.discard(kid.id)
             self.tell(
                 {
@@ -571,14 +582,9 @@ class Keeper:
                     "status": kid.status,
                     "max_rss": kid.max_rss,
                     "swept": len(kid.swept),
-                    "left": sorted(alive),
+                    "left": sorted(pid for pid, _ in alive),
                 }
             )
-
-    def kill_below(self, kid: Kid, below: list[tree.Stat]) -> None:
-        for entry in below:
-            if tree.kill(entry):
-                kid.swept.add(entry.pid)
 
     def leftovers(self) -> list[tree.Stat]:
         """Orphans that we adopted and that no living worker can have left behind."""
@@ -615,6 +621,10 @@ class Keeper:
         pages = {kid.order["page"] for kid in living.values()}
         known = (*self.sweeping.values(), *self.kids.values())
         gone = [kid for kid in known if kid.role == "worker" and kid.id in self.doomed]
+        # One that is dying already has lost its marks.
+        killed = set().union(*(kid.swept for kid in gone))
+        if any((entry.pid, entry.start) in killed for entry in family):
+            return False
         if any(entry.session in sessions for entry in family):
             return True
         if any(entry.session == kid.pid for entry in family for kid in gone):

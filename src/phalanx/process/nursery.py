@@ -81,6 +81,8 @@ def _fork_batch(
     if forker == 0:
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # We ignore what the workers must not: held back, it waits until they can take it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             for number, (order, fds) in enumerate(batch):
                 _fork_one(sock, batch, number, order, fds, keeper)
         except launch.Become:
@@ -131,7 +133,6 @@ def _fork_one(
 
 
 def _live(order: dict[str, Any], fds: list[int], keeper: int) -> NoReturn:
-    gc.unfreeze()
     signal.set_wakeup_fd(-1)
     launch.reset_signals(blocked={launch.ADOPTED})
     if order["op"] == "standby":

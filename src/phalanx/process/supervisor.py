@@ -253,7 +253,8 @@ class Supervisor:
         self._stores: dict[int, StoreProcess] = {}
         self._watchers: list[threading.Thread] = []
         self._orphans: dict[int, int] = {}  # pidfd to pid; of a lost keeper
-        self._sessions: set[int] = set()  # of a lost keeper's workers
+        self._helpers: set[int] = set()  # pids of the keeper's own children
+        self._sessions: set[int] = set()  # led by children of a lost keeper
 
     def __enter__(self) -> Supervisor:
         self.open()
@@ -684,7 +685,17 @@ class Supervisor:
     def _on_ready(self, news: dict[str, Any], fds: list[int]) -> None:
         from phalanx.process.preload import PreloadReport
 
-        self._pending.append(KeeperReady(PreloadReport.from_json(news["report"])))
+        if news["report"] is None:
+            report = PreloadReport(safe=False, why_not=news["why_not"])
+        else:
+            report = PreloadReport.from_json(news["report"])
+        self._pending.append(KeeperReady(report))
+
+    def _on_helper(self, news: dict[str, Any], fds: list[int]) -> None:
+        self._helpers.add(news["pid"])
+
+    def _on_helper_gone(self, news: dict[str, Any], fds: list[int]) -> None:
+        self._helpers.discard(news["pid"])
 
     def _on_started(self, news: dict[str, Any], fds: list[int]) -> None:
         worker = self._workers.get(news["id"])
@@ -697,6 +708,7 @@ class Supervisor:
         worker.ticks = news["ticks"]
         worker.warm = news["warm"]
         worker.pid = news["pid"]
+        self._helpers.discard(worker.pid)  # it was a standby
 
     def _on_failed(self, news: dict[str, Any], fds: list[int]) -> None:
         worker = self._workers.get(news["id"])
@@ -812,8 +824,12 @@ class Supervisor:
         if why != "closed":
             reason = f"keeper (pid {keeper.pid}) is lost: {why}, {_say(returncode)}"
             self._pending.append(KeeperLost(returncode, reason))
+        self._sessions |= self._helpers
+        self._helpers.clear()
         for store in list(self._stores.values()):
             del self._stores[store.id]
+            if store.pid is not None:
+                self._sessions.add(store.pid)
             store.mark_gone(None)
             if not store.closing and why != "closed":
                 self._pending.append(StoreLost(store))
