@@ -33,6 +33,7 @@ from phalanx.elastic.agent.server.api import (
 )
 from phalanx.elastic.metrics import prof, put_metric
 from phalanx.elastic.multiprocessing import SignalException
+from phalanx.elastic.multiprocessing.api import wall_ns
 from phalanx.elastic.multiprocessing.errors import ProcessFailure
 from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
 from phalanx.process import errorfile
@@ -755,6 +756,7 @@ class JobAgent(SimpleElasticAgent):
                 pid=e.pid,
                 exitcode=e.returncode or 0,
                 error_file=self.streams.error_file(e.local_rank) or "<N/A>",
+                observed_ns=wall_ns(e.dead_ns or time.monotonic_ns()),
             )
             for e in self.ends
             if e.failed

@@ -118,6 +118,18 @@ def read(path: str | os.PathLike[str]) -> ErrorRecord | None:
     return parse(data, changed_ns)
 
 
+def lacks_message(path: str | os.PathLike[str]) -> bool:
+    """Whether the file is a whole JSON object, but not one of an error."""
+    found = _get(path) if path else None
+    if found is None:
+        return False
+    try:
+        data = json.loads(found[0])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and "message" not in data
+
+
 def parse(data: Any, changed_ns: int) -> ErrorRecord | None:
     """`read` without the file: ``changed_ns`` is when it was last written to."""
     if not isinstance(data, dict):
