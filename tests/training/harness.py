@@ -337,7 +337,9 @@ class Agent:
         if kinds <= {ladder.Kind.PEER, ladder.Kind.REGROUP} and waited < 1.0:
             return
         if ladder.Kind.BUG in kinds or ladder.Kind.MEMORY in kinds:
-            doomed = {f.rank for f in self._pending if f.kind in (ladder.Kind.BUG, ladder.Kind.MEMORY)}
+            doomed = {
+                f.rank for f in self._pending if f.kind in (ladder.Kind.BUG, ladder.Kind.MEMORY)
+            }
             if any(self.workers[rank].died is None for rank in doomed) and waited < 10.0:
                 return
         faults, self._pending = tuple(self._pending), []

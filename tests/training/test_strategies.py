@@ -53,7 +53,7 @@ def test_a_bug_is_raised_unchanged(train):
     )
     assert strategies(run) == [Strategy.EXIT]
     log = (run.folder / "log-2-0").read_text()
-    assert "KeyError: \"a mistake of the program's own\"" in log
+    assert 'KeyError: "a mistake of the program\'s own"' in log
     assert run.agent.faults[0].kind is Kind.BUG
 
 
@@ -77,9 +77,7 @@ def test_no_replica_snapshot(train, undisturbed):
 
 def test_no_replica_nothing_kept(train, undisturbed):
     """Nothing to go on with: told by every rank, and the whole group starts again."""
-    run = train(
-        model="fsdp", faults=[{"rank": 3, "step": 5, "where": "backward", "kind": "kill"}]
-    )
+    run = train(model="fsdp", faults=[{"rank": 3, "step": 5, "where": "backward", "kind": "kill"}])
     assert strategies(run) == [Strategy.IN_PLACE, Strategy.RESTART]
     run.same_as(undisturbed(model="fsdp"))
 
@@ -107,7 +105,9 @@ def test_killed_while_saving(train, undisturbed, where):
 
 def test_all_stop_after_the_same_step(train):
     def drive(agent):
-        agent.run_until(lambda: all((worker.page.read().step or 0) >= 2 for worker in agent.living()))
+        agent.run_until(
+            lambda: all((worker.page.read().step or 0) >= 2 for worker in agent.living())
+        )
         step = max(worker.page.read().step for worker in agent.living()) + 2
         for worker in agent.living():
             worker.channel.send("stop_at", step=step)
@@ -128,9 +128,7 @@ def test_a_stopped_rank_is_killed_and_replaced(train, undisturbed):
         agent.run_until(mark.exists)
         os.kill(agent.workers[2].pid, signal.SIGKILL)
 
-    run = train(
-        faults=[{"rank": 2, "step": 4, "where": "backward", "kind": "stop"}], drive=drive
-    )
+    run = train(faults=[{"rank": 2, "step": 4, "where": "backward", "kind": "stop"}], drive=drive)
     run.same_as(undisturbed())
 
 

@@ -27,6 +27,10 @@ class _Numpy:
         self._raw = b""
         self._state: tuple[int, int, float, bytes] = (0xFFFF, 0, 0.0, b"")
 
+    def forget(self) -> None:
+        """The state was set: the same memory can now go with another left-over value."""
+        self._raw = b""
+
     def state(self) -> tuple[int, int, float, bytes]:
         numpy = sys.modules.get("numpy")
         if numpy is None:
@@ -107,6 +111,7 @@ def restore(data: bytes) -> None:
         keys = numpy.frombuffer(data[at : at + 2496], dtype=numpy.uint32)
         at += 2496
         numpy.random.set_state(("MT19937", keys, position, has_gauss, numpy_gauss))
+        _numpy.forget()
     torch.set_rng_state(torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8))
     at += size
     for _ in range(devices):
