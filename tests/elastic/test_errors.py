@@ -228,6 +228,12 @@ def test_failure_with_a_broken_file_is_one_without(tmp_path, content):
     assert found.error_file_data == {"message": "<NONE>"}
 
 
+def test_made_by_hand_a_file_without_a_message_is_an_error(tmp_path):
+    (tmp_path / "e.json").write_text('{"unknown": 1}')
+    with pytest.raises(KeyError, match="message"):
+        ProcessFailure(0, 997, 1, str(tmp_path / "e.json"))
+
+
 def test_failure_without_a_file():
     killed = ProcessFailure(0, 997, -signal.SIGSEGV, "none.json")
     assert killed.signal_name() == "SIGSEGV"
@@ -325,7 +331,11 @@ def test_report_layout(tmp_path):
     path = error_file(tmp_path / "e.json", "boom", NOW)
     error = ChildFailedError(
         "train.py",
-        {0: failure(1, NOW + 5, 0), 1: failure(1, NOW + 9, 1, path), 2: failure(-11, NOW + SECOND, 2)},
+        {
+            0: failure(1, NOW + 5, 0),
+            1: failure(1, NOW + 9, 1, path),
+            2: failure(-11, NOW + SECOND, 2),
+        },
     )
     lines = str(error).split("\n")
     assert lines[0] == ""

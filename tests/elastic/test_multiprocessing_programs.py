@@ -169,9 +169,10 @@ def test_signal_death(scene):
 
 
 def test_a_death_is_noticed_without_looking(scene):
-    context = scene.start('read line < "$DIR/go"; exit 3')
     os.mkfifo(scene.folder / "go")
-    # The shell's "read" of a pipe that did not exist yet has failed: that is the event.
+    context = scene.start('read line < "$DIR/go"; exit 3')
+    with open(scene.folder / "go", "w") as file:
+        file.write("on with it\n")
     assert context.wait_event(LIMIT)
     assert context.wait(LIMIT, period=LIMIT) is not None
 
@@ -232,6 +233,26 @@ def test_broken_error_file_is_no_reason_to_fall_over(scene):
         script = f"printf '%s' '{content}' > $TORCHELASTIC_ERROR_FILE; kill -9 $$"
         failure = scene.result(script).failures[0]
         assert failure.exitcode == -9 and failure.error_file == "<N/A>"
+
+
+def test_an_error_file_that_was_there_before_is_not_this_workers(scene):
+    class Same(LogsSpecs):
+        """The same path for every attempt."""
+
+        @property
+        def root_log_dir(self):
+            return str(scene.folder)
+
+        def reify(self, envs):
+            path = str(scene.folder / "error.json")
+            none = dict.fromkeys(envs, "")
+            return LogsDest(stdouts=none, stderrs=dict(none), error_files={0: path})
+
+    path = scene.folder / "error.json"
+    path.write_text('{"message": "of long ago"}')
+    assert scene.result("exit 1", logs=Same()).failures[0].error_file == "<N/A>"
+    script = f"""echo '{{"message": "of now"}}' > {path}; exit 1"""
+    assert scene.result(script, logs=Same()).failures[0].message == "of now"
 
 
 COLLATERAL = """

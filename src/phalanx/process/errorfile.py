@@ -118,6 +118,19 @@ def read(path: str | os.PathLike[str]) -> ErrorRecord | None:
     return parse(data, changed_ns)
 
 
+def identity(path: str) -> tuple[int, ...] | None:
+    """Tells one file at ``path`` from another that is written there later; None: no file.
+
+    Taken before a worker starts and again after its death it shows whether an error file is
+    this worker's or was left by an earlier one. No clock is involved.
+    """
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def lacks_message(path: str | os.PathLike[str]) -> bool:
     """Whether the file is a whole JSON object, but not one of an error."""
     found = _get(path) if path else None

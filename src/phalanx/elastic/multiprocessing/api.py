@@ -32,6 +32,7 @@ from phalanx.elastic.multiprocessing.logs_specs import (
 )
 from phalanx.elastic.multiprocessing.redirects import redirect_stderr, redirect_stdout
 from phalanx.elastic.multiprocessing.tail_log import TailLog
+from phalanx.process import errorfile
 from phalanx.process.logs import tail_of_file
 
 if TYPE_CHECKING:
@@ -332,6 +333,7 @@ class PContext(abc.ABC):
         self.shutdown_timeout = shutdown_timeout
         self.handle_signals = handle_signals
         self._hurry_asked = hurry
+        self._old_error_files: dict[int, tuple[int, ...] | None] = {}
         self._wake_fd = -1
 
         dest = logs_specs.reify(envs)
@@ -381,6 +383,7 @@ class PContext(abc.ABC):
         if self.handle_signals:
             _take_signals(self)
         with _undisturbed(self._wake):
+            self._note_old_error_files()
             self._start()
         for tail_log in self._tail_logs:
             tail_log.start()
@@ -502,7 +505,7 @@ class PContext(abc.ABC):
             local_rank=local_rank,
             pid=pid,
             exitcode=exitcode,
-            error_file=self.error_files.get(local_rank, ""),
+            error_file=self._error_file(local_rank),
             observed_ns=wall_ns(dead_ns),
             stderr_tail=tuple(self._stderr_tail(local_rank)),
             log_files=tuple(
@@ -519,6 +522,17 @@ class PContext(abc.ABC):
             )
             found.stopped_by_agent = not failed_before
         return found
+
+    def _note_old_error_files(self) -> None:
+        # Destinations of a user's own making may be the same for every attempt.
+        self._old_error_files = {
+            rank: errorfile.identity(path) for rank, path in self.error_files.items()
+        }
+
+    def _error_file(self, local_rank: int) -> str:
+        path = self.error_files.get(local_rank, "")
+        old = self._old_error_files.get(local_rank)
+        return "" if old is not None and errorfile.identity(path) == old else path
 
     def _stderr_tail(self, local_rank: int) -> list[str]:
         path = self.stderrs[local_rank]
