@@ -334,14 +334,10 @@ def text(findings: Findings) -> str:
     if findings.warm is not None:
         rows.append(("warm", "yes" if findings.warm else f"no: {findings.why_not}"))
     if modules and (measured := findings.measured):
-        rows.append(
-            (
-                "measured",
-                f"imports {measured['imports_s']:.1f} s, once per node instead of once per worker "
-                f"and restart; a fork {measured['fork_s'] * 1000:.0f} ms; "
-                f"{measured['memory_mb']:.0f} MB shared by all workers",
-            )
-        )
+        imports, fork, memory = (measured[n] for n in ("imports_s", "fork_s", "memory_mb"))
+        once = "once per node instead of once per worker and restart"
+        costs = f"a fork {fork * 1000:.0f} ms; {memory:.0f} MB shared by all workers"
+        rows.append(("measured", f"imports {imports:.1f} s, {once}; {costs}"))
     rows += findings.strategies.items()
     rows += [("note", note) for note in findings.notes]
     rows += [("PROBLEM", problem) for problem in findings.problems]

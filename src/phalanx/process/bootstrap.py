@@ -29,12 +29,19 @@ the error for a source that is not text in its encoding is worded as for ``exec`
 
 from __future__ import annotations
 
+# All that is needed is imported here, once per keeper, and nothing in its children.
 import atexit
+import builtins
 import io
 import itertools
 import os
+import pkgutil
+import runpy
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -180,8 +187,6 @@ def _is_ours(function: object) -> bool:
 
 
 def _signals() -> None:
-    import signal
-
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
@@ -246,14 +251,10 @@ def _stream(fd: int, name: str, old: object, unbuffered: bool) -> io.TextIOWrapp
 
 def _libraries() -> None:
     """What lives in modules that are loaded and differs between processes."""
-    import importlib
-    import threading
-
     main_thread = threading.main_thread()
     if hasattr(main_thread, "_set_native_id"):
         main_thread._set_native_id()
-    importlib.invalidate_caches()
-    loaded: dict[str, Any] = {**sys.modules}
+    loaded: Any = sys.modules
     if (tempfile := loaded.get("tempfile")) is not None:
         tempfile.tempdir = None  # TMPDIR may be another one
     if (process := loaded.get("multiprocessing.process")) is not None:
@@ -293,7 +294,8 @@ def _forget_ourselves() -> None:
     """Take our modules out of ``sys.modules``, unless the program's imports asked for them."""
     if _stay:
         return
-    for name in [n for n in sys.modules if (n + ".").startswith(_PACKAGE + ".")]:
+    ours = (_PACKAGE, _PACKAGE + ".")
+    for name in [n for n in sys.modules if n == ours[0] or n.startswith(ours[1])]:
         _kept.append(sys.modules.pop(name))
 
 
@@ -303,9 +305,6 @@ def _forget_ourselves() -> None:
 
 
 def _fresh_main() -> ModuleType:
-    import builtins
-    from importlib.machinery import BuiltinImporter
-
     _kept.append(sys.modules.get("__main__"))
     main = ModuleType("__main__")
     main.__dict__.update(
@@ -316,8 +315,6 @@ def _fresh_main() -> ModuleType:
 
 
 def _start_script(script: str) -> BaseException | int:
-    import pkgutil
-
     path = os.path.join(os.getcwd(), script)
     try:
         importer = pkgutil.get_importer(path)
@@ -343,8 +340,6 @@ def _start_script(script: str) -> BaseException | int:
 
 
 def _run_source(source: bytes, path: str, main: ModuleType) -> BaseException | int:
-    from importlib.machinery import SourceFileLoader
-
     space = main.__dict__
     space.update(__loader__=SourceFileLoader("__main__", path), __file__=path, __cached__=None)
     try:
@@ -361,8 +356,6 @@ def _run_source(source: bytes, path: str, main: ModuleType) -> BaseException | i
 
 
 def _run_module(module: str, *, alter_argv: bool) -> BaseException | int:
-    import runpy
-
     try:
         runpy._run_module_as_main(module, alter_argv)  # type: ignore[attr-defined]
     except BaseException as error:

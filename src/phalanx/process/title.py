@@ -6,11 +6,39 @@ find none of them.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
+
+# In the kernel's order: name -> field of /proc/self/stat, 0 where it is new.
+_ADDRESSES = {
+    "start_code": 25,
+    "end_code": 26,
+    "start_data": 44,
+    "end_data": 45,
+    "start_brk": 46,
+    "brk": 0,
+    "start_stack": 27,
+    "arg_start": 0,
+    "arg_end": 0,
+    "env_start": 0,
+    "env_end": 0,
+}
+
+
+class _Map(ctypes.Structure):
+    """struct prctl_mm_map."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in _ADDRESSES),
+        ("auxv", ctypes.c_uint64),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    ]
 
 
 def show_as(argv: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -36,17 +64,6 @@ def show_as(argv: Sequence[str], env: Mapping[str, str]) -> bool:
 
 def _point_at(words: bytes, settings: bytes, fields: Sequence[int]) -> bool:
     """Give the kernel new addresses for both; ``fields`` are those of proc(5), from 0."""
-    import ctypes
-    import mmap
-
-    class Map(ctypes.Structure):  # struct prctl_mm_map
-        _fields_ = [
-            *((name, ctypes.c_uint64) for name in _ADDRESSES),
-            ("auxv", ctypes.c_uint64),
-            ("auxv_size", ctypes.c_uint32),
-            ("exe_fd", ctypes.c_uint32),
-        ]
-
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.sbrk.restype = ctypes.c_void_p
@@ -64,7 +81,7 @@ def _point_at(words: bytes, settings: bytes, fields: Sequence[int]) -> bool:
         return False
     ctypes.memmove(place, words + settings, size)
     known = {name: fields[number] for name, number in _ADDRESSES.items() if number}
-    layout = Map(
+    layout = _Map(
         **known,
         brk=libc.sbrk(0),
         arg_start=place,
@@ -83,25 +100,7 @@ def _point_at(words: bytes, settings: bytes, fields: Sequence[int]) -> bool:
     return bool(result == 0)
 
 
-# In the kernel's order: name -> field of /proc/self/stat, 0 where it is new.
-_ADDRESSES = {
-    "start_code": 25,
-    "end_code": 26,
-    "start_data": 44,
-    "end_data": 45,
-    "start_brk": 46,
-    "brk": 0,
-    "start_stack": 27,
-    "arg_start": 0,
-    "arg_end": 0,
-    "env_start": 0,
-    "env_end": 0,
-}
-
-
 def _overwrite(words: bytes, start: int, end: int) -> None:
-    import ctypes
-
     room = end - start
     if room > 1:
         ctypes.memmove(start, words[: room - 1].ljust(room, b"\0"), room)
