@@ -227,6 +227,11 @@ def test_a_worker_is_a_process_of_its_own(scene, functions, monkeypatch):
     assert pid == session == group
 
 
+def test_a_worker_can_be_an_agent_itself(scene, functions):
+    result = scene.result(functions.agent_within, (str(scene.folder / "inner"),))
+    assert result.return_values == {0: "SIGTERM"}
+
+
 def test_waiting_and_waking(scene):
     context = scene.start(time.sleep, (600,))
     assert context.wait(0) is None

@@ -56,6 +56,7 @@ class EnvironmentFirst(str):
 def main(task: Task) -> None:
     """The target of the new process."""
     _own_signals()
+    api._interruptions = api._Interruptions()  # a fork has copied the agent's
     _die_with_agent(task)
     for name in (launch.CHANNEL_FD, launch.PROGRESS_FD):  # the agent's own, if it is a worker
         os.environ.pop(name, None)
