@@ -25,6 +25,7 @@ def serve(orders, answers, plan):
         pid = os.fork()
         if pid == 0:
             os.setsid()
+            orders.close()
             os.closerange(3, 256)
             for fd, (path, flags) in enumerate(order["stdio"]):
                 if path is None:
