@@ -98,9 +98,9 @@ def test_a_controller_that_swallows_everything_costs_a_bounded_time():
         listener.listen()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         started = time.monotonic()
-        with Link(address, "j", print, report_timeout=0.5, call_timeout=0.3) as link:
-            with pytest.raises(LinkDown):
-                link.report_fault({1: 1})
+        link = Link(address, "j", print, report_timeout=0.5, call_timeout=0.3)
+        with link, pytest.raises(LinkDown):
+            link.report_fault({1: 1})
         assert time.monotonic() - started < 8
 
 
@@ -114,9 +114,10 @@ def test_the_next_address_is_tried():
 
 def test_a_switched_off_job_is_told():
     states = []
-    with OldServer(init_codes=(403,) * 100) as server:
-        with Link(server.address, "j", print, on_state=lambda *s: states.append(s)):
-            server.wait_for("Init", 2)
+    server = OldServer(init_codes=(403,) * 100)
+    link = Link(server.address, "j", print, on_state=lambda *s: states.append(s))
+    with server, link:
+        server.wait_for("Init", 2)
     assert [s for s, _ in states] == ["off"]
 
 

@@ -35,6 +35,7 @@ log = logging.getLogger("phalanx.controller")
 _QUEUE = 256  # signals a stream may be behind
 _SLOTS = 20  # keep-alives are spread over this many moments of their interval
 _JOURNAL_RETRY = 1.0
+_LINGER = 0.001  # a write this soon after the last one waits for more to write
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ class Hub:
         self._outbox: list[tuple[str, m.Effect]] = []
         self._flushed: asyncio.Future[None] | None = None
         self._flush_handle: asyncio.Handle | None = None
+        self._wrote = 0.0
         self._timers: list[tuple[float, str]] = []
         self._timer_handle: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -294,7 +296,10 @@ class Hub:
         if self._flushed is None:
             self._flushed = self._loop.create_future()
         if self._flush_handle is None:
-            self._flush_handle = self._loop.call_soon(self._flush)
+            if self._loop.time() - self._wrote < _LINGER:
+                self._flush_handle = self._loop.call_later(_LINGER, self._flush)
+            else:
+                self._flush_handle = self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_handle = None
@@ -317,6 +322,8 @@ class Hub:
                 self._flushed = self._loop.create_future()
                 self._flush_handle = self._loop.call_later(_JOURNAL_RETRY, self._flush)
             return
+        if self._loop is not None:
+            self._wrote = self._loop.time()
         self.metrics.count("journal_writes")
         self.metrics.count("journal_seconds", time.perf_counter() - started)
         self._dirty = set()

@@ -33,13 +33,16 @@ def _default(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else MISSING
 
 
+_PLAIN = (str, int, float, bool, type(None))
+
+
 def _pack(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple):
         return [_pack(item) for item in value]
-    if isinstance(value, JobConfig):
-        return _pack_config(value)
     if is_dataclass(value):
         return _pack_fields(value)
     return value
@@ -55,8 +58,12 @@ def _pack_fields(value: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _pack_config(config: JobConfig) -> dict[str, Any]:
-    return _pack_fields(config)
+def _config_text(config: JobConfig) -> str:
+    return _text(_pack_fields(config))
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)
 
 
 def _unpack(kind: Any, data: Any) -> Any:
@@ -83,7 +90,13 @@ def _unpack(kind: Any, data: Any) -> Any:
 
 def dump(job: Job) -> str:
     """The job as one line of JSON."""
-    return json.dumps(_pack_fields(job), separators=(",", ":"), ensure_ascii=False)
+    # Jobs share their configuration, which changes rarely and is most of the text.
+    rest = {"job_id": job.job_id}
+    for name, default, _ in _plan(Job):
+        item = getattr(job, name)
+        if name != "config" and item is not default and item != default:
+            rest[name] = _pack(item)
+    return f'{{"config":{_config_text(job.config)},{_text(rest)[1:]}'
 
 
 def load(text: str) -> Job:
