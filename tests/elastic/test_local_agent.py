@@ -701,3 +701,38 @@ def test_state_line(monkeypatch, line, state, tmp_path):
         lambda name, *rest, **more: real(path if name == "/proc/7/stat" else name, *rest, **more),
     )
     assert read_proc_state(7) == state
+
+
+# Around a worker's main function.
+
+
+def test_worker_main_records_what_fails(monkeypatch, tmp_path):
+    from phalanx.elastic.control_plane import worker_main
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+
+    @worker_main()
+    def main(value):
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    assert main(7) == 7
+    assert main(SystemExit(0)) is None
+    with pytest.raises(SystemExit):
+        main(SystemExit(3))
+    assert not path.exists()
+    with pytest.raises(RuntimeError, match="broken"):
+        main(RuntimeError("broken"))
+    assert "RuntimeError: broken" in json.loads(path.read_text())["message"]["message"]
+
+
+def test_the_worker_server_is_torchs(monkeypatch, caplog, tmp_path):
+    from phalanx.elastic.control_plane import worker_main
+
+    monkeypatch.delitem(sys.modules, "torch._C._distributed_c10d", raising=False)
+    monkeypatch.setenv("TORCH_WORKER_SERVER_SOCKET", str(tmp_path / "socket"))
+    with worker_main():
+        pass
+    assert "import torch before worker_main" in caplog.text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +34,18 @@ def _worker_server(socket_path: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # torch's server never ends when it is stopped before its thread has begun to serve.
+        _await_answer(socket_path)
         server.shutdown()
+
+
+def _await_answer(socket_path: str) -> None:
+    """Wait until somebody answers there, for five seconds at most."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5.0)
+        client.connect(socket_path)
+        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        client.recv(1)
 
 
 @contextmanager
