@@ -186,6 +186,7 @@ def main() -> None:
     if rank == 0:
         took = time.monotonic() - began
         print(f"done: {options.steps - start} steps in {took:.1f} s", flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 # All that is needed is imported here, once per keeper, and nothing in its children.
 import atexit
 import builtins
+import functools
 import io
 import itertools
 import os
@@ -40,6 +41,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import ModuleType, TracebackType
@@ -271,6 +273,31 @@ def _libraries() -> None:
         random.seed()
     if (torch := loaded.get("torch")) is not None:
         torch.default_generator.seed()
+    if (c10d := loaded.get("torch.distributed.distributed_c10d")) is not None:
+        _part_in_peace(c10d, loaded.get("torch.distributed"))
+
+
+_PARTING_SECONDS = 0.05
+
+
+def _part_in_peace(c10d: Any, package: Any) -> None:
+    """Give gloo's threads a moment before the groups are taken down.
+
+    After each collective a thread of gloo lets go of its tensors, for which it needs the
+    interpreter lock; a group's destructor joins that thread holding the lock. A fresh
+    process seldom meets itself there, because its first ``destroy_process_group`` still
+    has much to import; one that has everything loaded would deadlock most of the time.
+    """
+    destroy = getattr(c10d, "destroy_process_group", None)
+    if destroy is None or getattr(package, "destroy_process_group", None) is not destroy:
+        return
+
+    @functools.wraps(destroy)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(_PARTING_SECONDS)
+        return destroy(*args, **kwargs)
+
+    c10d.destroy_process_group = package.destroy_process_group = destroy_process_group
 
 
 _kept: list[object] = []  # what a running frame of the interpreter may still point at
