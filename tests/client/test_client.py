@@ -384,3 +384,98 @@ def test_importing_the_client_does_not_import_grpc():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
     )
     assert done.stdout.strip() == "False"
+
+
+# ---------------------------------------------------------------- asking for a decision
+
+
+@pytest.mark.process
+def test_a_decision_in_one_call_and_what_is_done_alone():
+    import grpc
+    from compat.harness import Raw
+
+    from phalanx.client import Declaration
+    from phalanx.proto import control_pb2
+
+    got = []
+    with Controller() as controller:
+        raw = Raw(grpc.insecure_channel(controller.address))
+
+        def view():
+            return raw("Jobs", control_pb2.Query(jobId="asker")).jobs[0]
+
+        link = Link(
+            controller.address,
+            "asker",
+            got.append,
+            client_id="a",
+            declaration=Declaration(strategies=("recover-in-place", "dump")),
+        )
+        with link:
+            assert link.wait_connected(10)
+            signal = link.decide({1: 1}, ["recover", "dump", "exit"], timeout=10)
+            assert signal.in_place and signal.ranks == {1: 1} and signal.reason
+            assert link.status(signal, 405, "no warm worker").code == 0
+            deadline = time.monotonic() + 10
+            while not got and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert got[0].strategy == "dump"  # after the decision signals come as usual
+            assert link.status(got[0], 0).code == 0
+            link.status(_next(got, 1), 0)
+            assert view().lastOutcome == "dump and exit"
+
+            # no time at all: decided alone, and the controller learns of it
+            assert link.decide({2: 1}, ["recover"], timeout=0.0) is None
+            link.decided_alone("recover-in-place")
+            link.report_fault({2: 1}, incarnations={2: 7})
+            deadline = time.monotonic() + 10
+            while view().lastOutcome != "recover-in-place succeeded":
+                assert time.monotonic() < deadline, view()
+            assert len(got) == 2
+    assert link.decide({3: 1}, ["recover"], timeout=5) is None  # at once: not connected
+
+
+def _next(got, index):
+    deadline = time.monotonic() + 10
+    while len(got) <= index:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return got[index]
+
+
+def test_a_decision_of_the_original_takes_what_it_takes():
+    with OldServer(keep_alive=0.05, pace=0.01) as server, Link(server.address, "j", print) as link:
+        assert link.wait_connected(10)
+        assert link.decide({1: 1}, ["recover"], timeout=0.05) is None
+        server.wait_for("ReportProcessFault")
+
+
+@pytest.mark.process
+def test_the_verbs_that_ask(capsys, monkeypatch):
+    from phalanx.cli import fault, jobs
+    from phalanx.client import Declaration
+    from phalanx.recovery.model import Node
+
+    declaration = Declaration(strategies=("recover",), nodes=(Node(0, "node-a", ranks=(0, 1)),))
+    with (
+        Controller() as controller,
+        Link(controller.address, "job-a", lambda s: None, declaration=declaration) as link,
+    ):
+        assert link.wait_connected(10)
+        monkeypatch.setenv("PHALANX_CONTROLLER", controller.address)
+        where = ["--controller", controller.address]
+        assert fault.main(["report", "f-1", "--node", "node-a", "--device", "1", *where]) == 0
+        assert fault.main(["list", *where]) == 0
+        assert fault.main(["list", "--job", "job-a", *where]) == 0
+        out = capsys.readouterr().out
+        assert out.count("f-1  node-a devices 1  SeparateNPU") == 2
+        assert jobs.main(where) == 0
+        assert "job-a  stopping" in (out := capsys.readouterr().out) and "faults 1:1" in out
+        assert jobs.main(["job-a", *where]) == 0
+        assert jobs.main(["--json", *where]) == 0
+        assert jobs.main(["nobody", *where]) == 1
+        assert fault.main(["clear", "f-1", *where]) == 0
+        assert fault.main(["clear", "f-1", *where]) == 1
+        assert "no fault 'f-1' is known" in capsys.readouterr().err
+    assert jobs.main(["--controller", "127.0.0.1:1", "--timeout", "1"]) == 1
+    assert "no controller answers" in capsys.readouterr().err

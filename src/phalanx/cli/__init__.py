@@ -10,6 +10,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "run": ("phalanx.cli.run", "start a training job on this machine and keep it running"),
     "check": ("phalanx.cli.check", "say what a script needs and what could be recovered"),
     "controller": ("phalanx.cli.controller", "serve the recovery protocol for a cluster"),
+    "jobs": ("phalanx.cli.jobs", "list the jobs of a controller"),
+    "fault": ("phalanx.cli.fault", "tell a controller of a broken node or device, or ask"),
+    "mindx": ("phalanx.cli.mindx", "give every torchrun here mindx_elastic's patch, or not"),
 }
 
 
