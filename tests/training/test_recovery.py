@@ -19,13 +19,10 @@ def pids(run) -> dict[int, list[int]]:
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
-        (2, "data"),
         (0, "forward"),
         (2, "mid-backward"),
-        (0, "backward"),
         (1, "before-update"),
         (3, "update"),
-        (0, "after-update"),
         (2, "between"),
     ],
 )
@@ -42,7 +39,7 @@ def test_killed_rank_is_replaced(train, undisturbed, rank, where):
     assert report["local_state"] == "kept"
 
 
-@pytest.mark.parametrize("step", [0, 1, 7])
+@pytest.mark.parametrize("step", [0, 1])
 def test_first_and_last_steps(train, undisturbed, step):
     run = train(faults=[{"step": step, "kind": "kill", "rank": 1, "where": "mid-backward"}])
     run.same_as(undisturbed())
@@ -70,8 +67,7 @@ def test_two_at_once(train, undisturbed):
     train(faults=faults).same_as(undisturbed())
 
 
-@pytest.mark.parametrize("where", ["join", "repair"])
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(("rank", "where"), [(1, "repair"), (2, "join")])
 def test_another_during_the_recovery(train, undisturbed, rank, where):
     faults = [
         {**KILL, "rank": 2, "where": "mid-backward"},
@@ -105,7 +101,7 @@ def test_ranks_that_were_built_unequal(train, undisturbed):
     run.same_as(undisturbed(uneven=True))
 
 
-@pytest.mark.parametrize(("rank", "where"), [(3, "mid-backward"), (0, "update"), (2, "forward")])
+@pytest.mark.parametrize(("rank", "where"), [(3, "mid-backward")])
 def test_hybrid_sharded(train, undisturbed, rank, where):
     run = train(model="hybrid", faults=[{**KILL, "rank": rank, "where": where}])
     run.same_as(undisturbed(model="hybrid"))

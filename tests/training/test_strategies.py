@@ -1,4 +1,4 @@
-"""Everything but the replacement of a dead rank: retry, snapshots, checkpoints, stop, exit, bugs."""
+"""Everything but the replacement of a dead rank: retry, snapshots, checkpoints, stop, bugs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ def strategies(run) -> list[Strategy]:
     return [decision.strategy for decision in run.agent.decisions]
 
 
-@pytest.mark.parametrize("model", ["ddp", "hybrid"])
 @pytest.mark.parametrize(
-    ("kind", "where"), [("device", "backward"), ("network", "forward"), ("device", "data")]
+    ("kind", "where", "model"),
+    [
+        ("device", "backward", "ddp"),
+        ("network", "forward", "ddp"),
+        ("device", "backward", "hybrid"),
+    ],
 )
 def test_retry_ends_no_process(train, undisturbed, kind, where, model):
     run = train(model=model, faults=[{"rank": 1, "step": 4, "where": where, "kind": kind}])

@@ -418,6 +418,9 @@ class Job:
     # the latest.
 
     def _forward_ended(self, *_: Any) -> None:
+        if self._guard is None:
+            return
+        self._guard.forward_ran()
         if self._current is not None and not self._current.done and torch.is_grad_enabled():
             self._after_written = True
             self._write_slate(int(self._current) + 1, self._record(own_only=True), state.AFTER)

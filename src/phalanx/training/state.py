@@ -366,6 +366,9 @@ class BufferGuard:
             for index, buffer in enumerate(self._buffers)
             if index not in self._changing
         }
+        self._saved: bytes | None = None
+        self._saved_versions: list[int] = []
+        self._staging: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def covers(self, models: Iterable[nn.Module]) -> bool:
         """Whether these are still the same buffers: one that was replaced by a new tensor
@@ -379,21 +382,51 @@ class BufferGuard:
             if self._buffers[index]._version != self._versions[index]:
                 del self._copies[index]
                 self._changing.append(index)
+                self._staging.clear()
+                self._saved = None
+
+    def forward_ran(self) -> None:
+        """A model was called, so what was saved before is old."""
+        self._saved = None
 
     def save(self) -> bytes:
-        """Those that change, as bytes."""
+        """Those that change, as bytes. Made again only when something may have changed them."""
         if not self._changing:
             return b""
-        indices = self._changing
-        flat = _gathered([self._buffers[index] for index in indices])
-        head = struct.pack(f"<{len(indices) + 1}I", len(indices), *indices)
-        return head + flat.cpu().numpy().tobytes()
+        versions = [self._buffers[index]._version for index in self._changing]
+        if self._saved is not None and versions == self._saved_versions:
+            return self._saved
+        if not self._staging:
+            self._stage()
+        parts = [struct.pack(f"<{len(self._changing) + 1}I", len(self._changing), *self._changing)]
+        for flat, views, buffers in self._staging:
+            torch._foreach_copy_(views, buffers)
+            parts.append(codec.as_bytes(flat).cpu().numpy().tobytes())
+        self._saved, self._saved_versions = b"".join(parts), versions
+        return self._saved
+
+    def _stage(self) -> None:
+        """Memory to gather them in: one piece for each run of the same type."""
+        self._changing.sort(key=lambda i: (str(self._buffers[i].dtype), i))
+        runs: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for index in self._changing:
+            buffer = self._buffers[index]
+            runs.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for (dtype, device), buffers in runs.items():
+            sizes = [buffer.numel() for buffer in buffers]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            views = [
+                view.view(buffer.shape)
+                for view, buffer in zip(torch.split(flat, sizes), buffers, strict=True)
+            ]
+            self._staging.append((flat, views, buffers))
 
     def load(self, saved: bytes) -> None:
         """Put back what `save` gave, and those that were not meant to change.
 
         :raises StateMismatch: other buffers.
         """
+        self._saved = None
         with torch.no_grad():
             for index, copy in self._copies.items():
                 if self._buffers[index]._version != self._versions[index]:
