@@ -113,9 +113,12 @@ def test_too_much_is_refused_before_it_is_sent(pair):
 
 
 def test_a_reader_that_does_not_read_is_no_reason_to_wait(pair):
-    with pytest.raises(ChannelFull):
+    def flood():
         for _ in range(10_000):
             pair[0].send("stop_at", step=1, padding="x" * 1000)
+
+    with pytest.raises(ChannelFull):
+        flood()
 
 
 MALFORMED = {

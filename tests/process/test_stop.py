@@ -110,7 +110,7 @@ def test_a_stopped_process_is_killed(scene, quick):
 def test_nothing_of_it_outlives_a_worker(scene, family, ends, how, warm):
     supervisor = scene.supervisor(WARM)
     read, write = scene.pipe()
-    in_r, in_w = scene.pipe()
+    in_r, _ = scene.pipe()
     code = family + "sys.stdin.readline()\nos._exit(3) if 'hard' in sys.argv else sys.exit(3)\n"
     order = scene.order(scene.program(code), stdin=in_r, stdout=write, warm=warm)
     bystander = scene.order(scene.program(code), rank=1, stdin=in_r, stdout=write, warm=not warm)

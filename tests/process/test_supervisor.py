@@ -480,17 +480,18 @@ def test_before_open_and_after_close():
     from phalanx.process.supervisor import Supervisor
 
     supervisor = Supervisor(job="test")
-    supervisor.wake()  # no matter
+    supervisor.wake()  # kept until there is a wait
     supervisor.close()
     with pytest.raises(SupervisorError, match="not open"):
         supervisor.wait(0)
     with pytest.raises(SupervisorError, match="not open"):
         supervisor.start([])
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(2):
+    for round in range(2):
         supervisor.open()
         with pytest.raises(SupervisorError, match="open already"):
             supervisor.open()
+        assert supervisor.wait(0) == ([Woken()] if round == 0 else [])
         supervisor.close()
         supervisor.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -182,8 +182,5 @@ def close_all(fds: Iterable[int]) -> None:
 
 def close_others(keep: Iterable[int]) -> None:
     """Close every descriptor from 3 up except those."""
-    low = 3
-    for fd in sorted({fd for fd in keep if fd >= 3}):
-        os.closerange(low, fd)
-        low = fd + 1
-    os.closerange(low, os.sysconf("SC_OPEN_MAX") if low < 1 << 16 else low)
+    kept = {0, 1, 2, *keep}
+    close_all(fd for fd in map(int, os.listdir("/proc/self/fd")) if fd not in kept)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import select
 import signal
 import socket
@@ -193,6 +192,28 @@ class _Subreaper:
 _subreaper = _Subreaper()
 
 
+class _Wake:
+    """An eventfd that lives as long as its owner: a late `set` hits no other descriptor."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def set(self) -> None:
+        try:
+            os.eventfd_write(self.fd, 1)
+        except BlockingIOError:
+            pass  # it is set, many times
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 def _never() -> bool:
     return False
 
@@ -232,7 +253,7 @@ class Supervisor:
         """``python``: the command of the interpreter, default this one. ``plan``: what to
         import ahead of warm starts; None: never start warm. ``env``: the keeper's own.
         """
-        self._token = secrets.token_hex(6)
+        self._token = os.urandom(6).hex()
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", job)[:80]
         self._page_prefix = f"phalanx-{name}-{self._token}."
         self._python = tuple(python) or (sys.executable,)
@@ -241,7 +262,7 @@ class Supervisor:
         self._keeper: _Keeper | None = None
         self._opened = False
         self._epoll: select.epoll | None = None
-        self._wake_fd = -1
+        self._wake = _Wake()
         self._woken = False
         self._called_back = False
         self._handlers: dict[int, Callable[[], None]] = {}
@@ -275,8 +296,7 @@ class Supervisor:
             raise SupervisorError("the supervisor is open already")
         if not self._opened:
             self._epoll = select.epoll()
-            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._handle(self._wake_fd, self._on_wake)
+            self._handle(self._wake.fd, self._on_wake)
             _subreaper.hold()
             self._opened = True
         end = time.monotonic() + ORPHAN_SECONDS
@@ -391,9 +411,6 @@ class Supervisor:
         if self._epoll is not None:
             self._epoll.close()
             self._epoll = None
-        wake_fd, self._wake_fd = self._wake_fd, -1
-        if wake_fd >= 0:
-            os.close(wake_fd)
         self._pending.clear()
         self._deaths.clear()
         self._opened = False
@@ -554,15 +571,7 @@ class Supervisor:
     def wake(self) -> None:
         """Have `wait` return; from any thread, or a signal handler."""
         self._woken = True
-        self._poke()
-
-    def _poke(self) -> None:
-        fd = self._wake_fd
-        if fd >= 0:
-            try:
-                os.eventfd_write(fd, 1)
-            except OSError:
-                pass  # full (it will wake) or closed meanwhile
+        self._wake.set()
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Call ``callback`` in `wait` whenever ``fd`` is readable or hung up."""
@@ -660,10 +669,7 @@ class Supervisor:
             self._on_death(self._deaths.popleft())
 
     def _on_wake(self) -> None:
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
+        self._wake.clear()
         if self._woken:
             self._woken = False
             self._pending.append(Woken())
@@ -771,7 +777,7 @@ class Supervisor:
         status = tree.death_status(worker.pid, worker.ticks)
         if status is not None:
             self._deaths.append(_Death(worker, now, status))
-            self._poke()
+            self._wake.set()
 
     def _on_death(self, death: _Death) -> None:
         worker = death.worker
