@@ -98,7 +98,7 @@ def run(
             if during:
                 during(process.pid, folder)
             deadline = time.monotonic() + limit
-            pid, status, usage = 0, 0, None
+            usage = None
             handle = os.pidfd_open(process.pid)
             import select
 
@@ -107,7 +107,7 @@ def run(
             if not ready:
                 raise RuntimeError(f"still running after {limit} s: {' '.join(words)}")
             ended = time.time_ns()
-            pid, status, usage = os.wait4(process.pid, 0)
+            _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         finally:
             if process.returncode is None:

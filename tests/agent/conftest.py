@@ -62,7 +62,10 @@ class Job:
         end = time.monotonic() + limit
         while not (value := true()):
             assert time.monotonic() < end, f"not so within {limit} s"
-            assert self.process.poll() is None or (value := true()), "the job ended first"
+            if self.process.poll() is not None:
+                value = true()
+                assert value, "the job ended first"
+                return value
             select.select([], [], [], 0.01)
         return value
 
@@ -84,7 +87,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             RANK = int(os.environ["RANK"]); ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
             def say(*words):
                 line = " ".join(map(str, words)) + "\\n"
-                fd = os.open(os.environ["TEST_OUT"] + "/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                fd = os.open(os.environ["TEST_OUT"] + "/said", flags)
                 os.write(fd, line.encode()); os.close(fd)
             def wait_for(name, limit=50):
                 end = time.monotonic() + limit
@@ -98,7 +102,11 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         jobs.append(Job(tmp_path, [*options.split(), str(script), *(args or [])], env))
         return jobs[-1]
 
-    start.raw = lambda words, env=None: jobs.append(Job(tmp_path, words, env)) or jobs[-1]  # type: ignore[attr-defined]
+    def raw(words: list[str], env: dict[str, str] | None = None) -> Job:
+        jobs.append(Job(tmp_path, words, env))
+        return jobs[-1]
+
+    start.raw = raw  # type: ignore[attr-defined]
     yield start
     for one in jobs:
         if one.process.poll() is None:

@@ -134,7 +134,7 @@ def test_each_stop_signal(job, number: int) -> None:
 def test_the_grace_is_one_option_and_a_second_signal_cuts_it_short(job) -> None:
     source = """
     signal.signal(signal.SIGTERM, lambda *_: say("asked"))
-    say("up"); 
+    say("up")
     while True: signal.pause()
     """
     run = job("--shutdown-timeout 50", source)

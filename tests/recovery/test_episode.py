@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.recovery.episode import (
-    Bounds,
     Died,
     Event,
     Fault,

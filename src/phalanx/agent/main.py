@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -11,7 +12,9 @@ from phalanx.agent import exit_codes
 from phalanx.agent.console import Console
 from phalanx.agent.job import JobAgent
 from phalanx.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from phalanx.elastic.events import Event, get_logging_handler, record
 from phalanx.elastic.multiprocessing import SignalException
+from phalanx.elastic.multiprocessing.errors import get_error_handler
 from phalanx.elastic.rendezvous.api import RendezvousError
 from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
 from phalanx.events import EventLog
@@ -53,9 +56,11 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
             virtual_local_rank=config.virtual_local_rank,
         )
         try:
+            get_logging_handler(config.event_log_handler)
             agent = JobAgent(spec, config, supervisor, console, events, health)
-        except (ValueError, OSError) as error:
-            console.fail(str(error))
+        except (ValueError, KeyError, OSError) as error:
+            # str() of a KeyError puts its text in quotes.
+            console.fail(str(error.args[0] if isinstance(error, KeyError) else error))
             return exit_codes.USAGE
         health.facts = agent.facts
         agent.signals.install()
@@ -76,7 +81,12 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
 
 def _run(agent: JobAgent, console: Console) -> int:
     try:
-        result = agent.run()
+        try:
+            result = agent.run()
+        except Exception:
+            _tell(agent, agent.get_event_failed())
+            raise
+        _tell(agent, agent.get_event_succeeded())  # the agent, whatever its workers did
     except SignalException as error:
         number = signal.Signals(error.sigval)
         console.say(agent.summary(f"stopped by {number.name}"))
@@ -97,6 +107,20 @@ def _run(agent: JobAgent, console: Console) -> int:
     return _status(agent, result, console)
 
 
+def _tell(agent: JobAgent, event: Event) -> None:
+    record(event, agent.get_worker_group().spec.event_log_handler)
+
+
+def _pass_on(agent: JobAgent) -> None:
+    """Give whoever started us the root cause's error file, as PyTorch's ``record`` does."""
+    root = agent.root
+    if root is None or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        return
+    path = agent.streams.error_file(root.local_rank)
+    if path and os.path.isfile(path):
+        get_error_handler().dump_error_file(path, root.returncode or 0)
+
+
 def _status(agent: JobAgent, result: RunResult, console: Console) -> int:
     if agent.unkillable:
         console.fail(f"processes that SIGKILL did not end: {sorted(set(agent.unkillable))}")
@@ -104,6 +128,7 @@ def _status(agent: JobAgent, result: RunResult, console: Console) -> int:
         console.good(agent.summary("done"))
         return exit_codes.UNKILLABLE if agent.unkillable else exit_codes.OK
     console.fail(agent.summary("failed"))
+    _pass_on(agent)
     root = agent.root
     if root is not None and root.hung:
         return exit_codes.HUNG

@@ -288,7 +288,7 @@ def _part_in_peace(c10d: Any, package: Any) -> None:
     process seldom meets itself there, because its first ``destroy_process_group`` still
     has much to import; one that has everything loaded would deadlock most of the time.
     """
-    destroy = getattr(c10d, "destroy_process_group", None)
+    destroy: Any = getattr(c10d, "destroy_process_group", None)
     if destroy is None or getattr(package, "destroy_process_group", None) is not destroy:
         return
 

@@ -99,7 +99,7 @@ class Replace:
 
 @dataclass(frozen=True)
 class Regroup:
-    """A fresh store for ``generation``; ``leave`` the one before to ``survivors``; ``join`` to all."""
+    """A fresh store for ``generation``; ``leave`` to ``survivors``; ``join`` to all."""
 
     generation: int
     survivors: tuple[int, ...]
@@ -331,8 +331,9 @@ def advance(
             return state, []
         state = _with(state, rank, left=state.generation)
         if all(m.left >= state.generation for m in state.members if m.alive):
-            if state.episode.left_by is not None:
-                state = replace(state, episode=replace(state.episode, left_by=None))
+            e = state.episode
+            if e is not None and e.left_by is not None:
+                state = replace(state, episode=replace(e, left_by=None))
             state = _phase(state, "left", now)
         return state, []
     assert isinstance(event, GoodStep)
