@@ -288,9 +288,9 @@ def _part_in_peace(c10d: Any, package: Any) -> None:
     process seldom meets itself there, because its first ``destroy_process_group`` still
     has much to import; one that has everything loaded would deadlock most of the time.
     """
-    destroy: Any = getattr(c10d, "destroy_process_group", None)
-    if destroy is None or getattr(package, "destroy_process_group", None) is not destroy:
+    if not hasattr(c10d, "destroy_process_group") or package is None:
         return
+    destroy = c10d.destroy_process_group
 
     @functools.wraps(destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
