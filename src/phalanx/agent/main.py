@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from phalanx.elastic.rendezvous.api import RendezvousError
 from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
 from phalanx.events import EventLog
 from phalanx.health import LoopHealth
+from phalanx.process import errorfile
 
 if TYPE_CHECKING:
     from phalanx.agent.config import JobConfig
@@ -111,14 +113,17 @@ def _tell(agent: JobAgent, event: Event) -> None:
     record(event, agent.get_worker_group().spec.event_log_handler)
 
 
-def _pass_on(agent: JobAgent) -> None:
+def _pass_on(agent: JobAgent, result: RunResult) -> None:
     """Give whoever started us the root cause's error file, as PyTorch's ``record`` does."""
-    root = agent.root
-    if root is None or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    own = os.environ.get(errorfile.VARIABLE)
+    failure = result.failures.get(agent.root.rank) if agent.root is not None else None
+    if not own or failure is None or failure.error_file == "<N/A>":
         return
-    path = agent.streams.error_file(root.local_rank)
-    if path and os.path.isfile(path):
-        get_error_handler().dump_error_file(path, root.returncode or 0)
+    handler = get_error_handler()
+    data = failure.error_file_data
+    handler.override_error_code_in_rootcause_data(own, data, failure.exitcode)
+    handler._rm(own)
+    handler._write_error_file(own, json.dumps(data))
 
 
 def _status(agent: JobAgent, result: RunResult, console: Console) -> int:
@@ -128,7 +133,7 @@ def _status(agent: JobAgent, result: RunResult, console: Console) -> int:
         console.good(agent.summary("done"))
         return exit_codes.UNKILLABLE if agent.unkillable else exit_codes.OK
     console.fail(agent.summary("failed"))
-    _pass_on(agent)
+    _pass_on(agent, result)
     root = agent.root
     if root is not None and root.hung:
         return exit_codes.HUNG

@@ -236,11 +236,14 @@ def require_one_node(params: RendezvousParameters, port: int) -> None:
 
 
 def check_options(params: RendezvousParameters) -> None:
-    """Warn of options that nobody knows; ``ValueError`` for a timeout that is not above zero."""
+    """Warn of options that nobody knows; ``ValueError`` for a bad timeout or kind of store."""
     for key in _TIMEOUTS:
         seconds = params.get_as_int(key)
         if seconds is not None and seconds <= 0:
             raise ValueError(f"The rendezvous option '{key}' must be above 0, got {seconds}.")
+    store = params.get("store_type", "tcp")
+    if str(store).strip().lower() not in ("tcp", "file"):
+        raise ValueError(f"The rendezvous option 'store_type' is tcp or file, not {store!r}.")
     unknown = sorted(set(params.config) - _OPTIONS)
     if unknown:
         logger.warning(
@@ -256,6 +259,8 @@ def create_handler(params: RendezvousParameters) -> LocalRendezvousHandler:
     The endpoint matters only for telling that there is one node. The store's port is the
     option ``master_port`` or any free one, at ``local_addr`` or 127.0.0.1.
     """
+    if not params.run_id:
+        raise ValueError("The rendezvous needs a run id that is not empty.")
     _, port = parse_rendezvous_endpoint(params.endpoint, default_port=-1)
     require_one_node(params, port)
     check_options(params)
