@@ -201,7 +201,7 @@ def test_request_byte_by_byte(server: HealthServer) -> None:
 def test_half_requests_run_out_of_time(
     server: HealthServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(module, "_PATIENCE", 0.5)
     with connect(server) as silent, connect(server) as half, connect(server) as gone:
         half.send(b"GET /livez HT")
         gone.send(b"GET")
@@ -213,20 +213,14 @@ def test_half_requests_run_out_of_time(
 def test_answer_that_nobody_reads(
     server: HealthServer, source: LoopHealth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.2)
+    monkeypatch.setattr(module, "_PATIENCE", 0.5)
     source.facts = lambda: {"much": "x" * 20_000_000}
     with connect(server) as sock:
         sock.send(b"GET /status HTTP/1.1\r\n\r\n")
         assert get(server, "/livez")[0] == 200
-        assert select.select([sock], [], [], 20)[0]
-        data = b""
-        with pytest.raises((ConnectionResetError, EOFError)):  # noqa: PT012
-            while chunk := sock.recv(1 << 16):
-                data += chunk
-                threading.Event().wait(0.001)
-                if len(data) > 19_000_000:
-                    pytest.skip("the system buffers all of it")
-            raise EOFError
+        threading.Event().wait(1.0)
+        # What the system holds of the answer comes, then nothing: the server gave up.
+        assert len(everything(sock)) < 20_000_000
 
 
 def test_idle_connections_take_nobodys_place(server: HealthServer) -> None:

@@ -109,8 +109,8 @@ def test_worker_in_time_lives(make: Any, path: str, python: Any) -> None:
 def test_one_kill_for_all_timers_of_a_pid(make: Any, path: str) -> None:
     server = make(0.2)
     with mock.patch("os.kill") as kill:
-        server.start()
         send(path, expired(-3, "a"), later(-3, "b"))
+        server.start()
         server.run_once()
         kill.assert_called_once_with(-3, signal.SIGKILL)
     assert server._timers == {}
@@ -122,8 +122,8 @@ def test_the_earliest_timer_with_a_signal_decides(make: Any, path: str) -> None:
     first, second, third = (Request(-3, n, time.time() - 60 + i, s) for i, (n, s) in
                             enumerate([("a", 0), ("b", 15), ("c", 9)]))  # fmt: skip
     with mock.patch("os.kill") as kill:
-        server.start()
         send(path, third, second, first)
+        server.start()
         server.run_once()
         kill.assert_called_once_with(-3, 15)
     assert [events.next() for _ in range(4)] == [
@@ -138,8 +138,8 @@ def test_without_a_signal_it_is_only_told(make: Any, path: str) -> None:
     events = Events()
     server = make(0.2, log_event=events)
     with mock.patch.object(timer.FileTimerServer, "_reap_worker") as reap:
-        server.start()
         send(path, expired(-3, "a", 0), expired(-3, "b", -5))
+        server.start()
         server.run_once()
         reap.assert_not_called()
     assert {events.next()[0] for _ in range(3)} == {"watchdog started", "timer expired"}
@@ -149,8 +149,8 @@ def test_without_a_signal_it_is_only_told(make: Any, path: str) -> None:
 def test_release_and_vacuous_release(make: Any, path: str) -> None:
     server = make(0.2)
     with mock.patch("os.kill") as kill:
-        server.start()
         send(path, later(-3, "a"), Request(-3, "a", -1), Request(-3, "b", -1))
+        server.start()
         server.run_once()
         kill.assert_not_called()
     assert server._timers == {}
@@ -164,34 +164,38 @@ def test_valid_timers_stay(make: Any, path: str) -> None:
         mock.patch("os.kill") as kill,
         mock.patch.object(timer.FileTimerServer, "is_process_running", return_value=True),
     ):
-        server.start()
         send(path, *(later(*key) for key in sorted(wanted)))
+        server.start()
         server.run_once()
         kill.assert_not_called()
     assert set(server._timers) == wanted
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("reported_alive", [False, True])
-def test_worker_that_ended_before_release(
-    make: Any, path: str, python: Any, reported_alive: bool
-) -> None:
+def test_worker_that_ended_before_release(make: Any, path: str, python: Any, wait_for: Any) -> None:
     server = make(0.01)
-    alive = mock.patch.object(timer.FileTimerServer, "is_process_running", return_value=True)
+    worker = python("")
+    worker.wait(20)
     with mock.patch.object(timer.FileTimerServer, "_reap_worker") as reap:
-        if reported_alive:
-            alive.start()
-        try:
-            server.start()
-            worker = python("")
-            worker.wait(20)
-            send(path, Request(worker.pid, "s", time.time() + 0.1, 9))
-            threading.Event().wait(0.2)
-            server.run_once()
-        finally:
-            mock.patch.stopall()
-        assert reap.called == reported_alive
-    assert server._timers == {}
+        send(path, later(worker.pid, "s"))
+        server.start()
+        wait_for(lambda: server._request_count == 1 and not server._timers)
+        reap.assert_not_called()
+
+
+@pytest.mark.process
+def test_the_class_tells_who_is_alive(make: Any, path: str, python: Any, wait_for: Any) -> None:
+    server = make(0.01)
+    worker = python("")
+    worker.wait(20)
+    with (
+        mock.patch.object(timer.FileTimerServer, "_reap_worker") as reap,
+        mock.patch.object(timer.FileTimerServer, "is_process_running", return_value=True),
+    ):
+        send(path, Request(worker.pid, "s", time.time() + 0.1, 9))
+        server.start()
+        wait_for(lambda: server._request_count == 1 and not server._timers)
+        reap.assert_called_once_with(worker.pid, 9)
 
 
 def test_clock_steps_move_no_deadline(make: Any) -> None:
@@ -248,8 +252,8 @@ def test_only_allowed_pids(make: Any, path: str) -> None:
 
     server = make(allowed_pids=allowed)
     with mock.patch("os.kill") as kill:
-        server.start()
         send(path, expired(-2, "s"), expired(-9, "s"), Request(-2, "s", -1), expired(-3, "s"))
+        server.start()
         server.run_once()
         assert kill.call_args_list == [mock.call(-3, signal.SIGKILL)]
     assert server.dropped_lines == 2
@@ -269,9 +273,9 @@ def test_hook_instead_of_kill(make: Any, path: str, python: Any) -> None:
     events = Events()
     server = make(log_event=events, on_expired=lambda pid, requests: calls.put((pid, requests)))
     worker = python("input()")
-    server.start()
     late, early = (Request(worker.pid, n, time.time() + d, 9) for n, d in (("l", -1), ("e", -2)))
     send(path, late, early, expired(-3, "told only", 0))
+    server.start()
     assert calls.get(timeout=10) == (worker.pid, [early, late])
     server.run_once()
     assert calls.empty()
@@ -453,10 +457,11 @@ def test_rounds_and_progress_time(make: Any, path: str, wait_for: Any) -> None:
     server.start()
     threading.Event().wait(0.05)
     assert server._run_watchdog.call_count == 0
+    start = time.monotonic()
     send(path, later(-3, "s"))
-    threading.Event().wait(0.1)
+    wait_for(lambda: server._run_watchdog.call_count >= 3)
     server.stop()
-    assert 2 <= server._run_watchdog.call_count <= 12
+    assert server._run_watchdog.call_count <= (time.monotonic() - start) / 0.01 + 2
     server._last_progress_time = 5
     assert server.get_last_progress_time() == 5
 
