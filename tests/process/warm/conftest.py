@@ -201,5 +201,5 @@ def _fresh(
                 os.set_inheritable(fd, True)
 
     return subprocess.run(
-        argv, env=dict(env), cwd=cwd, start_new_session=True, timeout=60, preexec_fn=redirect
+        argv, env=dict(env), cwd=cwd, start_new_session=True, timeout=100, preexec_fn=redirect
     ).returncode
