@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from phalanx.elastic.timer import FileTimerServer
     from phalanx.events import EventLog
     from phalanx.health import LoopHealth
+    from phalanx.process.oom import Mark, OomWatch
     from phalanx.process.preload import PreloadReport
     from phalanx.process.store_process import StoreProcess
     from phalanx.recovery import episode as ep
@@ -139,6 +140,10 @@ class JobAgent(SimpleElasticAgent):
         self._keeper_lost: str | None = None
         self._watchdog: FileTimerServer | None = None
         self._host = socket.gethostname()
+        self._oom: OomWatch | None = None
+        self._marks: dict[int, Mark] = {}  # by worker id
+        self._stacks: Path | None = None
+        supervisor.on_turn = health.tick
 
     # ------------------------------------------------------------------ starting
 
@@ -191,7 +196,7 @@ class JobAgent(SimpleElasticAgent):
             self._machine = _episodes().State.fresh(
                 spec.local_world_size, self.generation, self._machine
             )
-        self._all, self._hung, self._workers = [], {}, {}
+        self._all, self._hung, self._workers, self._marks = [], {}, {}, {}
         with self.signals.interruptible():
             started = self._launch(range(spec.local_world_size))
         self._workers = {w.local_rank: w for w in started}
@@ -237,6 +242,12 @@ class JobAgent(SimpleElasticAgent):
             for fd in opened:
                 os.close(fd)
         self._all += started
+        if self._oom is None:
+            from phalanx.process.oom import OomWatch
+
+            self._oom = OomWatch()
+        for worker in started:
+            self._marks[worker.id] = self._oom.mark(worker.pid)
         return started
 
     def _program(self, local_rank: int) -> Any:
@@ -286,6 +297,7 @@ class JobAgent(SimpleElasticAgent):
                 self.config.run_id,
                 max_interval=0.1,
                 daemon=True,
+                allowed_pids=lambda pid: self._worker_of(pid) is not None,
                 on_expired=self._on_timer_expired,
             )
             self._watchdog.start()
@@ -603,31 +615,51 @@ class JobAgent(SimpleElasticAgent):
 
     # ------------------------------------------------------------------ hangs
 
-    def _on_timer_expired(self, pid: int, requests: Any) -> None:
-        """A watchdog timer ran out (in the watchdog's thread): stacks first, then the kill."""
+    def _worker_of(self, pid: int) -> WorkerProcess | None:
+        """The living worker that this process is, or is a child of. From any thread."""
+        try:
+            session = os.getsid(pid)
+        except OSError:
+            return None
+        for worker in list(self._workers.values()):
+            if worker.pid in (pid, session) and worker.alive:
+                return worker
+        return None
+
+    def _save_stacks(self) -> list[Path]:
+        """The stacks of all living workers, into a folder that stays. Never raises."""
         from phalanx.watchdog.stacks import save_stacks
 
-        scopes = ", ".join(str(getattr(r, "scope_id", "?")) for r in requests)
-        living = [w for w in self._workers.values() if w.alive]
-        folder = Path(self.streams.specs.root_log_dir or ".") / "stacks"
-        saved: list[Path] = []
-        try:
-            saved = save_stacks([w.pid for w in living], folder, 10.0)
-        except Exception as error:  # evidence is worth having, not worth failing for
-            self.events.record("stacks_failed", error=str(error))
+        root = Path(self.streams.specs.root_log_dir or ".")
+        folder = root / "stacks" / f"attempt_{self._restart_count()}"
+        ranks = {
+            w.pid: f"rank_{self._worker_group.workers[w.local_rank].global_rank}"
+            for w in list(self._workers.values())
+            if w.alive
+        }
+        saved = save_stacks(ranks, folder, 10.0)
         if saved:
             self.streams.keeps_logs = True
-        for worker in living:
-            if worker.pid == pid:
-                self._hung[worker.id] = f"did not end {scopes} before its timer ran out"
-                self.events.record(
-                    "timer_expired",
-                    local_rank=worker.local_rank,
-                    pid=pid,
-                    scopes=scopes,
-                    stacks=[str(p) for p in saved],
-                )
-                worker.signal(signal.SIGKILL)
+            self._stacks = folder
+        return saved
+
+    def _on_timer_expired(self, pid: int, requests: Any) -> bool:
+        """A watchdog timer ran out (in the watchdog's thread): stacks first, then the kill."""
+        worker = self._worker_of(pid)
+        if worker is None:
+            return False
+        scopes = ", ".join(str(r.scope_id)[:200] for r in requests)
+        saved = self._save_stacks()
+        self._hung[worker.id] = f"did not end {scopes} before its timer ran out"
+        self.events.record(
+            "timer_expired",
+            local_rank=worker.local_rank,
+            pid=pid,
+            scopes=scopes,
+            stacks=[str(p) for p in saved],
+        )
+        worker.signal(signal.SIGKILL)
+        return True
 
     # ------------------------------------------------------------------ the end of an attempt
 
@@ -674,6 +706,8 @@ class JobAgent(SimpleElasticAgent):
         self._close_store()
         self.supervisor.close(grace=1.0)
         self.streams.close()
+        if self._oom is not None:
+            self._oom.close()
         for kept in self._kept.values():
             for fd in kept.values():
                 os.close(fd)
@@ -714,8 +748,11 @@ class JobAgent(SimpleElasticAgent):
         )
 
     def _memory(self, worker: WorkerProcess) -> str | None:
-        """A sentence if it died of too little memory."""
-        return None
+        """A sentence if the kernel says that memory ran out."""
+        mark = self._marks.get(worker.id)
+        if self._oom is None or mark is None or not worker.returncode:
+            return None
+        return self._oom.explain(mark, worker.returncode, worker.max_rss)
 
     def _post_mortem(self) -> RunResult:
         """Say what happened, and decide whether to start again."""
@@ -811,6 +848,9 @@ class JobAgent(SimpleElasticAgent):
                 console.quote(report.evidence(root))
             if root.log_file:
                 console.say(f"its stderr: {root.log_file}")
+        if self._stacks is not None:
+            console.say(f"stacks of all workers before the end: {self._stacks}")
+            self._stacks = None
         others = report.victims(self.ends, root)
         if others and not self._keeper_lost:
             console.say(others)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SEND_SECONDS = 10  # how long the keeper may leave an order unread
 END_SECONDS = 3.0  # how long the keeper waits, at `close`, for its tree to be empty
+TURN_SECONDS = 1.0  # the longest single wait when somebody wants to see the loop turn
 ORPHAN_SECONDS = 5.0  # how long `open` waits for what a lost keeper left behind
 _MESSAGES_AT_ONCE = 64
 _SIGTERM = int(signal.SIGTERM)
@@ -253,6 +254,7 @@ class Supervisor:
         """``python``: the command of the interpreter, default this one. ``plan``: what to
         import ahead of warm starts; None: never start warm. ``env``: the keeper's own.
         """
+        self.on_turn: Callable[[], None] | None = None  # called at each turn of any wait here
         self._token = os.urandom(6).hex()
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", job)[:80]
         self._page_prefix = f"phalanx-{name}-{self._token}."
@@ -661,6 +663,9 @@ class Supervisor:
 
     def _pump(self, timeout: float) -> None:
         assert self._epoll is not None
+        if self.on_turn is not None:
+            self.on_turn()
+            timeout = min(timeout, TURN_SECONDS)
         for fd, _ in self._epoll.poll(max(0.0, timeout)):
             handler = self._handlers.get(fd)
             if handler is not None:
