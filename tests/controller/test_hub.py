@@ -414,3 +414,28 @@ def test_the_table_is_printed(capsys):
 def test_node_names_are_not_taken_for_others():
     config = JobConfig(nodes=(Node(0, "", ranks=(0,)),))
     assert devices.on_job(config, devices.DeviceFault("f", "")) == ()
+
+
+def test_a_reader_that_reads_nothing_loses_its_stream(monkeypatch):
+    from phalanx.controller import hub as module
+
+    monkeypatch.setattr(module, "_CLOSE_GRACE", 0.01)
+
+    async def play():
+        hub = hub_of()
+        entry = await job(hub)
+        subscriber = hub.subscribe(entry, "peer a")
+
+        async def write(data):
+            await asyncio.get_running_loop().create_future()
+
+        task = asyncio.ensure_future(subscriber.run(write))
+        for _ in range(300):
+            subscriber.put(b"x")
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert "too slow" in subscriber.end and len(subscriber.queue) <= module._QUEUE
+        await hub.close()
+
+    run(play())

@@ -577,3 +577,17 @@ def test_a_repeated_report_is_one():
     play.status(0, "recover")
     assert not play.tell(m.FaultSeen((Fault(1),), "id-1")).effects
     assert play.job.state is State.IDLE
+
+
+def test_a_rank_that_fails_over_and_over_does_not_add_up():
+    for keyed in (False, True):
+        play = Play(only("recover", "dump", max_rounds=10_000), keyed=keyed)
+        for n in range(1, 300):
+            play.fault(3, incarnation=n)
+            play.fault(3, incarnation=n - 1)  # an old one again
+        assert len(play.job.faults) == 1 and play.job.faults[0].incarnation == 299
+        play.tell(m.StopComplete(key=play.job.open.key if keyed else None))
+        play.tell(m.Strategies(names=OFFER, key=play.job.open.key if keyed else None))
+        for n in range(300, 600):
+            play.fault(3, incarnation=n)
+        assert len(play.job.faults) + len(play.job.waiting) <= 2

@@ -33,6 +33,7 @@ from phalanx.recovery.words import Code
 log = logging.getLogger("phalanx.controller")
 
 _QUEUE = 256  # signals a stream may be behind
+_CLOSE_GRACE = 2.0
 _SLOTS = 20  # keep-alives are spread over this many moments of their interval
 _JOURNAL_RETRY = 1.0
 _LINGER = 0.001  # a write this soon after the last one waits for more to write
@@ -57,11 +58,12 @@ class Options:
 class Feed:
     """One open server stream: bytes to be written, and how it is to end."""
 
-    __slots__ = ("end", "limit", "owner", "queue", "waiter")
+    __slots__ = ("end", "limit", "owner", "queue", "task", "waiter")
 
     def __init__(self, owner: Any = None, limit: int = _QUEUE) -> None:
         self.queue: deque[tuple[bytes, m.Key | None]] = deque()
         self.waiter: asyncio.Future[None] | None = None
+        self.task: asyncio.Task[Any] | None = None
         self.end: str | None = None  # None: open; "": ends well; text: ends with it
         self.owner = owner
         self.limit = limit
@@ -79,6 +81,9 @@ class Feed:
         if self.end is None:
             self.end = reason
             self._wake()
+            if self.task is not None and self.waiter is None:
+                # It is in the middle of a write, which a reader that reads nothing never ends.
+                self.task.get_loop().call_later(_CLOSE_GRACE, self.task.cancel)
 
     def _wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
@@ -90,6 +95,7 @@ class Feed:
         written: Callable[[m.Key], None] | None = None,
     ) -> str:
         """Writes until the end; returns its reason."""
+        self.task = asyncio.current_task()
         while True:
             while self.queue:
                 data, key = self.queue.popleft()

@@ -90,6 +90,19 @@ def _level_ignored(turn: Turn, fault: Fault) -> bool:
     return False
 
 
+def _seen(*faults: Fault) -> dict[tuple[int, int, str], int]:
+    """The newest process of which each fault is known."""
+    seen: dict[tuple[int, int, str], int] = {}
+    for fault in faults:
+        seen[fault.what] = max(fault.incarnation, seen.get(fault.what, -1))
+    return seen
+
+
+def _joined(old: tuple[Fault, ...], new: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """Both, with one entry per fault: a rank that fails over and over does not add up."""
+    return tuple({fault.what: fault for fault in (*old, *new)}.values())
+
+
 def new_faults(turn: Turn) -> tuple[Fault, ...]:
     """Those faults of the event that this job has not seen and that ask for a recovery."""
     event = turn.event
@@ -98,12 +111,14 @@ def new_faults(turn: Turn) -> tuple[Fault, ...]:
     job = turn.job
     if event.report and event.report in job.seen_reports:
         return ()
-    seen = {f.same_as for f in (*job.faults, *job.waiting, *job.present)}
+    seen = _seen(*job.faults, *job.waiting, *job.present)
     world = job.config.world_size
     return tuple(
         f
         for f in event.faults
-        if f.same_as not in seen and not _level_ignored(turn, f) and not (world and f.rank >= world)
+        if f.incarnation > seen.get(f.what, -1)
+        and not _level_ignored(turn, f)
+        and not (world and f.rank >= world)
     )
 
 
@@ -117,9 +132,12 @@ def _worse(turn: Turn) -> bool:
     """The new faults change what is known: another rank, a normal fault on a retryable
     rank, or another process of the same rank."""
     job = turn.job
-    known = {(f.rank, f.incarnation): f.kind for f in (*job.faults, *job.waiting)}
+    known: dict[tuple[int, int], int] = {}  # (rank, type) to process
+    for f in (*job.faults, *job.waiting):
+        known[f.rank, f.kind] = max(f.incarnation, known.get((f.rank, f.kind), -1))
     return any(
-        known.get((f.rank, f.incarnation)) not in (f.kind, words.NORMAL) for f in new_faults(turn)
+        f.incarnation > max(known.get((f.rank, kind), -1) for kind in (f.kind, words.NORMAL))
+        for f in new_faults(turn)
     )
 
 
@@ -175,12 +193,12 @@ def _sub_health_node(turn: Turn) -> int | None:
     assert isinstance(event, FaultSeen)
     if job.config.sub_healthy != "hotSwitch" or job.switch_off or not job.config.enabled:
         return None
-    seen = {f.same_as for f in job.present}
+    seen = _seen(*job.present)
     for fault in event.faults:
         node = job.config.node_of(fault.rank)
         if (
             fault.level in words.SUB_HEALTH_LEVELS
-            and fault.same_as not in seen
+            and fault.what not in seen
             and node is not None
             and (node != 0 or job.keyed)
         ):
@@ -262,10 +280,10 @@ def _note_faults(turn: Turn) -> None:
     """Remembers which devices are broken and which reports came."""
     event, job = turn.event, turn.job
     assert isinstance(event, FaultSeen)
-    seen = {f.same_as for f in job.present}
-    devices = tuple(f for f in event.faults if f.source and f.same_as not in seen)
+    seen = _seen(*job.present)
+    devices = tuple(f for f in event.faults if f.source and f.what not in seen)
     if devices:
-        turn.set(present=job.present + devices)
+        turn.set(present=_joined(job.present, devices))
     if event.report and event.report not in job.seen_reports:
         turn.set(seen_reports=(*job.seen_reports, event.report)[-_SEEN:])
     turn.info = "fault received"
@@ -299,7 +317,7 @@ def _new_round(turn: Turn) -> None:
         stay=(),
         retried=False,
         chosen="",
-        faults=(*job.faults, *job.waiting),
+        faults=_joined(job.faults, job.waiting),
         waiting=(),
         node_deadline=None,
     )
@@ -309,7 +327,7 @@ def _merge(turn: Turn) -> None:
     """Takes the new faults into this round."""
     fresh = new_faults(turn)
     _note_faults(turn)
-    turn.set(faults=(*turn.job.faults, *fresh))
+    turn.set(faults=_joined(turn.job.faults, fresh))
     if fresh:
         turn.record("fault", ranks=[f.rank for f in fresh], merged=turn.job.round)
 
@@ -347,7 +365,7 @@ def _wait(turn: Turn) -> None:
     """Keeps the new faults until the open strategy has ended."""
     fresh = new_faults(turn)
     _note_faults(turn)
-    turn.set(waiting=(*turn.job.waiting, *fresh))
+    turn.set(waiting=_joined(turn.job.waiting, fresh))
 
 
 def _clear_one(turn: Turn) -> None:
@@ -373,7 +391,7 @@ def _retry_failed(turn: Turn) -> None:
 
 
 def _take_waiting(turn: Turn) -> None:
-    turn.set(faults=(*turn.job.faults, *turn.job.waiting), waiting=())
+    turn.set(faults=_joined(turn.job.faults, turn.job.waiting), waiting=())
 
 
 def _bar(turn: Turn, strategy: str, code: int, why: str = "") -> None:
@@ -650,7 +668,7 @@ def _maintenance_failed(turn: Turn) -> None:
         )
     turn.record("maintenance.failed", what=job.maintenance.kind if job.maintenance else "")
     _drop_maintenance(turn)
-    turn.set(faults=(*job.faults, *bad))
+    turn.set(faults=_joined(job.faults, bad))
     _new_round(turn)
 
 

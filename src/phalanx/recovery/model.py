@@ -107,9 +107,9 @@ class Fault:
     reason: str = ""
 
     @property
-    def same_as(self) -> tuple[int, int, str, int]:
-        """What makes two reports the same fault."""
-        return (self.rank, self.kind, self.source, self.incarnation)
+    def what(self) -> tuple[int, int, str]:
+        """What makes two reports the same fault, of the same process or an older one."""
+        return (self.rank, self.kind, self.source)
 
 
 @dataclass(frozen=True)
