@@ -18,7 +18,7 @@ import grpc
 
 from compat.doubles.clients import OldClient, WorkerSide
 from compat.doubles.server import OldServer
-from compat.harness import Controller, Raw, certificates
+from compat.harness import Cable, Controller, Raw, certificates
 from phalanx.client import Credentials, Declaration, DLRecoverManager, Link, Received, reports
 from phalanx.client import pb as client_pb
 from phalanx.proto import control_pb2, fault_pb2, pubfault_pb2
@@ -420,6 +420,46 @@ def our_manager_against_our_server() -> str:
         finally:
             manager.close()
     return "stop, global, recover in place; unknown actions told"
+
+
+@check
+def cut_connections_lose_nothing() -> str:
+    cuts = 0
+    with Controller("--devices-per-node", "2") as c, Cable(c.address) as cable:
+        raw = Raw(grpc.insecure_channel(c.address))
+        got: list[Received] = []
+        arrived = threading.Condition()
+
+        def take(signal: Received) -> None:
+            with arrived:
+                got.append(signal)
+                arrived.notify_all()
+
+        with Link(cable.address, "job-cut", take, client_id="x", back_off=0.5) as link:
+            assert link.wait_connected(10)
+            cable.cut()  # between Register and the fault
+            raw(
+                "ReportProcessFault",
+                pb.ProcessFaultRequest(
+                    jobId="job-cut", faultRanks=[pb.FaultRank(rankId="3", faultType="1")]
+                ),
+            )
+            for number, word in enumerate(("stopTrain", "globalFault", "changeStrategy")):
+                with arrived:
+                    assert arrived.wait_for(lambda n=number: len(got) > n, 20), (word, got)
+                assert got[number].signal == word
+                for _ in range(2):  # twice, quickly
+                    cable.cut()
+                    cuts += 1
+                answer = {
+                    "stopTrain": lambda s: link.stop_complete(s),
+                    "globalFault": lambda s: link.strategies(s, ["recover", "exit"]),
+                    "changeStrategy": lambda s: link.status(s, 0),
+                }[word](got[number])
+                assert answer.code == 0, answer
+            wait_until(lambda: state_of(raw, "job-cut").lastOutcome)
+            assert len(got) == 3, got
+    return f"{cuts + 1} cuts; each signal was handed out exactly once"
 
 
 @check
