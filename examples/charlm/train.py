@@ -142,7 +142,7 @@ def main() -> None:
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
 
     torch.manual_seed(options.seed)
     corpus = Corpus(options.batch, options.context, options.seed)
@@ -172,14 +172,11 @@ def main() -> None:
         loss.backward()
         optim.step()
 
-        shown = loss.detach().clone()
-        dist.all_reduce(shown)
         progress(step + 1)
         if losses:
-            value = shown.item() / world
-            print(json.dumps({"step": step, "loss": value}), file=losses, flush=True)
+            print(json.dumps({"step": step, "loss": loss.item()}), file=losses, flush=True)
             if step % options.print_every == 0 or step == options.steps - 1:
-                print(f"step {step:4d}  loss {value:.4f}", flush=True)
+                print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
         if rank == 0 and (step + 1) % options.save_every == 0:
             save(checkpoint, bare, optim, step + 1)
 

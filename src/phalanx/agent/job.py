@@ -447,7 +447,8 @@ class JobAgent(SimpleElasticAgent):
         elif worker.returncode == 0:
             self._advance(_episodes().Finished(worker.local_rank))
         else:
-            self._advance(_episodes().Died(worker.local_rank, how, progress.step))
+            hung = worker.id in self._hung
+            self._advance(_episodes().Died(worker.local_rank, how, progress.step, hung))
 
     # ------------------------------------------------------------------ recovery in place
 

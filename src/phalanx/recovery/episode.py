@@ -14,18 +14,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from phalanx.recovery import ladder
+
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long each wait may last (seconds) and how often a thing may be tried."""
+    """How long each wait may last (seconds), and how many rounds an episode may have.
+
+    What may be tried how often is the ladder's ``policy``; restarts of the group are
+    counted by the agent.
+    """
 
     left: float = 10.0
     built: float = 60.0
     good: float = 120.0
     peer: float = 1.0
-    rounds: int = 6
-    same_step: int = 3
-    in_place: int | None = None
+    rounds: int = 8
+    policy: ladder.Policy = field(default_factory=ladder.Policy)
 
 
 # --- events ---------------------------------------------------------------------------
@@ -42,11 +47,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Died:
-    """The process of ``rank`` is dead; ``how`` is a clause for a person."""
+    """The process of ``rank`` is dead; ``how`` is a clause for a person; ``hung``: we ended it."""
 
     rank: int
     how: str
     step: int | None = None
+    hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ class Member:
     finished: bool = False
     left: int = 0
     good: int = 0
+    said: ladder.Fault | None = None  # the last fault it reported
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ class State:
     episodes: int = 0
     replaced: int = 0
     suspicion: tuple[float, Fault] | None = None
-    trouble: tuple[int | None, int] = (None, 0)
+    history: ladder.History = field(default_factory=ladder.History)
     over: str | None = None
 
     @staticmethod
@@ -189,7 +196,7 @@ class State:
             members,
             episodes=before.episodes,
             replaced=before.replaced,
-            trouble=before.trouble,
+            history=before.history,
         )
 
 
@@ -211,23 +218,12 @@ def next_deadline(state: State) -> float | None:
     return min(due) if due else None
 
 
-def why_not_in_place(state: State, bounds: Bounds) -> str | None:
-    """Why the living cannot go on without a restart of the group; None: they can."""
-    living = [m for m in state.members if m.alive]
-    if not living:
-        return "no rank is left alive"
-    if any(m.finished for m in state.members):
-        return "a rank had already finished"
-    fresh = state.episode.replaced if state.episode else frozenset()
-    if any(m.alive and not m.in_loop and rank not in fresh for rank, m in enumerate(state.members)):
-        return "not every rank uses phalanx.training, or is in its loop"
-    if bounds.in_place is not None and state.replaced >= bounds.in_place:
-        return f"all {bounds.in_place} recoveries in place are used"
-    if state.episode and state.episode.round >= bounds.rounds:
-        return f"{state.episode.round} rounds did not end in a good step"
-    if state.trouble[1] >= bounds.same_step:
-        return f"step {state.trouble[0]} failed {state.trouble[1]} times"
-    return None
+def _able(state: State) -> bool:
+    """Whether every living worker can leave its step and join again."""
+    building = state.episode.replaced if state.episode else frozenset()
+    return not any(m.finished for m in state.members) and all(
+        m.in_loop or rank in building for rank, m in enumerate(state.members) if m.alive
+    )
 
 
 def _give_up(state: State, why: str) -> tuple[State, list[Effect]]:
@@ -235,27 +231,34 @@ def _give_up(state: State, why: str) -> tuple[State, list[Effect]]:
 
 
 def _round(
-    state: State, bounds: Bounds, now: float, cause: str, step: int | None
+    state: State, bounds: Bounds, now: float, cause: str, faults: tuple[ladder.Fault, ...]
 ) -> tuple[State, list[Effect]]:
     """Begin an episode, or its next round, for all that is dead now."""
-    if state.episode is None and step is not None:
-        same = state.trouble[0] == step
-        state = replace(state, trouble=(step, state.trouble[1] + 1 if same else 1))
-    why = why_not_in_place(state, bounds)
-    if why:
-        return _give_up(state, why)
+    if state.episode and state.episode.round >= bounds.rounds:
+        return _give_up(state, f"{state.episode.round} rounds did not end in a good step")
+    decision = ladder.choose(
+        bounds.policy,
+        state.history,
+        ladder.Situation(
+            faults=faults, living=sum(m.alive for m in state.members), able=_able(state)
+        ),
+    )
+    state = replace(state, history=ladder.after(state.history, decision, faults))
+    if decision.strategy not in (ladder.Strategy.RETRY, ladder.Strategy.IN_PLACE):
+        return _give_up(
+            state, "; ".join(f"{rung.value}: {why}" for rung, why in decision.passed_over)
+        )
     generation = state.generation + 1
     dead = [rank for rank, m in enumerate(state.members) if not m.alive]
     survivors = tuple(r for r, m in enumerate(state.members) if m.alive)
-    strategy = "recover-in-place" if dead else "retry"
+    strategy = decision.strategy.value
     before = state.episode
     if before is None:
         episode = Episode(state.episodes + 1, now, cause, strategy, generation)
     else:
-        stays = before.replaced or dead
         episode = replace(
             before,
-            strategy="recover-in-place" if stays else "retry",
+            strategy=strategy if not before.replaced else before.strategy,
             generation=generation,
             round=before.round + 1,
             reports=(),
@@ -310,8 +313,14 @@ def advance(
     if isinstance(event, Died):
         if not state.members[rank].alive:
             return state, []
-        state = _with(state, rank, alive=False, in_loop=False)
-        return _round(state, bounds, now, f"rank {rank} {event.how}", event.step)
+        said = state.members[rank].said
+        kind = ladder.Kind.HANG if event.hung else ladder.Kind.DEATH
+        if said and said.kind in (ladder.Kind.BUG, ladder.Kind.MEMORY):
+            fault = said  # it told why before it ended
+        else:
+            fault = ladder.Fault(rank, kind, event.step, event.how)
+        state = _with(state, rank, alive=False, in_loop=False, said=None)
+        return _round(state, bounds, now, f"rank {rank} {event.how}", (fault,))
     if isinstance(event, Fault):
         return _fault(state, event, now, bounds)
     if isinstance(event, Finished):
@@ -347,6 +356,7 @@ def advance(
     if not all(m.good >= state.generation for m in state.members):
         return state, []
     state = _phase(state, "first step", now)
+    state = replace(state, history=ladder.good_step(state.history, event.step))
     done = state.episode
     assert done is not None
     return replace(state, episode=None), [Recovered(done, now - done.began)]
@@ -355,23 +365,31 @@ def advance(
 def _fault(state: State, event: Fault, now: float, bounds: Bounds) -> tuple[State, list[Effect]]:
     if event.generation < state.generation or not state.members[event.rank].alive:
         return state, []  # of a generation that is already being left
-    if event.kind in ("bug", "memory"):
-        return state, []  # its process ends: Died follows
-    if event.kind == "lost-state":
+    try:
+        fault = ladder.Fault(event.rank, ladder.Kind(event.kind), event.step, event.text)
+    except ValueError:
+        return state, []  # a word of a later version: what it does next will tell
+    if fault.kind in (ladder.Kind.BUG, ladder.Kind.MEMORY):
+        return _with(state, event.rank, said=fault), []  # its process ends: Died follows
+    if fault.kind is ladder.Kind.LOST_STATE:
         return _give_up(state, f"rank {event.rank} found no state to go on from: {event.text}")
-    if event.kind == "peer":
+    if fault.kind is ladder.Kind.PEER:
         if state.suspicion is None:
             state = replace(state, suspicion=(now + bounds.peer, event))
         return state, []
     cause = f"rank {event.rank} reported a {event.kind} fault: {event.text}"
-    return _round(state, bounds, now, cause, event.step)
+    if fault.kind is ladder.Kind.REGROUP:
+        # to come together again may be tried like any other cure
+        fault = replace(fault, kind=ladder.Kind.NETWORK)
+    return _round(state, bounds, now, cause, (fault,))
 
 
 def _tick(state: State, now: float, bounds: Bounds) -> tuple[State, list[Effect]]:
     if state.suspicion and now >= state.suspicion[0]:
         fault = state.suspicion[1]
         cause = f"rank {fault.rank} lost a peer that lives: {fault.text}"
-        return _round(replace(state, suspicion=None), bounds, now, cause, fault.step)
+        known = ladder.Fault(fault.rank, ladder.Kind.PEER, fault.step, fault.text)
+        return _round(replace(state, suspicion=None), bounds, now, cause, (known,))
     e = state.episode
     if e is None:
         return state, []
