@@ -399,6 +399,18 @@ def our_link_survives_too_many_pings() -> str:
 
 
 @check
+def too_many_pings_of_ours_are_survived() -> str:
+    got: list[str] = []
+    server = OldServer(min_ping_ms=300_000, keep_alive=1000)
+    link = Link(server.address, "job-p", lambda signal: got.append(signal.signal))
+    with server, link:
+        server.wait_for("Subscribe", 2, 90)  # dropped with "too_many_pings", came back
+        link.report_fault({1: 1})
+        wait_until(lambda: "stopTrain" in got)
+    return "dropped for its pings, the link subscribes again and hears the next signal"
+
+
+@check
 def our_manager_against_our_server() -> str:
     with Controller("--devices-per-node", "2") as controller:
         manager, thread = _manager(controller.address, "job-a", secure_conn=False)

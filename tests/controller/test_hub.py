@@ -402,7 +402,7 @@ def test_events_metrics_and_reset_dir(tmp_path):
         assert [r["RankId"] for r in reset["RankList"]] == [1]
     lines = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert [line["kind"] for line in lines][:2] == ["episode.begin", "fault"]
-    assert all(line["source"] == "controller" for line in lines)
+    assert all((line["source"], line["run_id"]) == ("controller", "j") for line in lines)
 
 
 def test_the_table_is_printed(capsys):

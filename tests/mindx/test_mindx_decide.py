@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindx_elastic._decide import LIMIT, Action, Look, Reset, decide, parse_reset, read_reset
 
@@ -62,6 +62,7 @@ def test_the_controllers_reset_file_is_understood(tmp_path):
     assert read_reset(path) == Reset(retry=1)
 
 
+@settings(deadline=None)
 @given(
     st.one_of(
         st.binary(max_size=200),

@@ -207,6 +207,7 @@ def test_any_sequence(config, sequence):
     assert job.state in NO_BOUND
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(words.LADDER)),
     st.lists(names),

@@ -294,7 +294,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
         def record(kind: str, **data: object) -> None:
             assert log is not None
-            log.record(kind, **data)
+            log.bind(run_id=data.pop("job", None)).record(kind, **data)
 
     hub = Hub(
         journal,
