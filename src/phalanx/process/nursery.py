@@ -59,9 +59,10 @@ def _prepare(plan: str) -> dict[str, Any]:
     # its end before anything that a program imports does.
     from phalanx.process import bootstrap, channel, page, preload
 
-    del bootstrap, channel, page
+    del channel, page
     syscalls.is_subreaper()  # loads the C library
     report = preload.perform(preload.PreloadPlan.from_json(plan))
+    bootstrap.our_modules()
     return {
         "report": report.to_json(),
         "safe": report.safe,
