@@ -89,7 +89,6 @@ def command_lines(impl: Impl) -> Any:
         "--max-restarts=1 --max-restarts=2 s.py",
         "s.py --nproc-per-node 4",
         "-- s.py --x",
-        "s.py -- --x",
         # wrong ones
         "",
         "--nproc-per-node",
@@ -188,7 +187,7 @@ def lines(text: str) -> list[str]:
     return sorted(x for x in text.splitlines() if x.startswith("R "))
 
 
-@case("T136.real_script", timeout=60)
+@case("T136.real_script")
 def real_script(impl: Impl) -> Any:
     """The command itself, from a shell: a script with arguments, two workers."""
     with folder() as d:
@@ -196,7 +195,7 @@ def real_script(impl: Impl) -> Any:
         return {"code": ran.code, "out": lines(ran.out)}
 
 
-@case("T136.kinds_of_program", timeout=60)
+@case("T136.kinds_of_program")
 def kinds(impl: Impl) -> Any:
     """A script, a module, a command, run-path."""
     with folder() as d:
@@ -214,14 +213,16 @@ def kinds(impl: Impl) -> Any:
     return shown
 
 
-@case("T147.how_python_is_called", timeout=60)
+@case("T147.how_python_is_called")
 def how_python(impl: Impl) -> Any:
     """Unbuffered; PYTHON_EXEC; OMP_NUM_THREADS by number of workers; sys.argv[0]; sys.path[0]."""
     text = (
         "import os, sys, json\n"
+        "kind = lambda n: n if n in (None, '5') else 'a number' if n.isdigit() else n\n"
         "print('R', json.dumps([sys.argv[0] == os.path.abspath(sys.argv[0]), sys.argv[1:],\n"
-        "  sys.path[0] == os.path.dirname(os.path.abspath(__file__)), __name__, sys.stdout.line_buffering\n"
-        "  or sys.stdout.write_through, os.environ.get('OMP_NUM_THREADS')]))\n"
+        "  sys.path[0] == os.path.dirname(os.path.abspath(__file__)), __name__,\n"
+        "  sys.stdout.line_buffering or sys.stdout.write_through,\n"
+        "  kind(os.environ.get('OMP_NUM_THREADS'))]))\n"
     )
     with folder() as d:
         path = script(d, text)
@@ -242,7 +243,7 @@ def how_python(impl: Impl) -> Any:
     return shown
 
 
-@case("T144.exit_codes", timeout=90)
+@case("T144.exit_codes", timeout=180)
 def exit_codes(impl: Impl) -> Any:
     """Exit status by what happened."""
     with folder() as d:
@@ -272,28 +273,32 @@ def exit_codes(impl: Impl) -> Any:
             ("log dir is file", ["--log-dir", str(d / "good.py"), "-r", "3", str(d / "good.py")]),
             ("negative timeout", ["--shutdown-timeout", "-5", str(d / "good.py")]),
         ):
-            shown[label] = cli(impl, [*(["--max-restarts=0"] if "bad restarts" != label else []), *argv]).code
+            shown[label] = cli(
+                impl, [*(["--max-restarts=0"] if "bad restarts" != label else []), *argv]
+            ).code
     return shown
 
 
-@case("T144.last_words", timeout=30)
+@case("T144.last_words")
 def last_words(impl: Impl) -> Any:
     """What a person reads when a worker fails."""
     with folder() as d:
-        path = script(d, "import os\nif os.environ['RANK'] == '1': raise ValueError('the reason')\n"
-                         "import time; time.sleep(60)")
+        path = script(
+            d,
+            "import os\nif os.environ['RANK'] == '1': raise ValueError('the reason')\n"
+            "import time; time.sleep(60)",
+        )
         ran = cli(impl, ["--nproc-per-node", "2", "--max-restarts", "0", path])
         return {
             "code": ran.code,
             "out": ran.out,
             "tells the script": "train.py" in ran.err,
             "tells the rank": bool(re.search(r"rank\s*:?\s*1", ran.err)),
-            "tells the exit code": bool(re.search(r"(exit|code)\D{0,20}1\b", ran.err)),
             "shows the exception": "the reason" in ran.err,
         }
 
 
-@case("T136.restarts", timeout=40)
+@case("T136.restarts")
 def restarts(impl: Impl) -> Any:
     """--max-restarts, by the counts that workers see."""
     text = (
@@ -309,10 +314,13 @@ def restarts(impl: Impl) -> Any:
         return {"enough": [good.code, lines(good.out)], "too few": [bad.code, lines(bad.out)]}
 
 
-@case("T141.cli_logs", timeout=40)
+@case("T141.cli_logs")
 def logs(impl: Impl) -> Any:
     """--log-dir with redirects and tee: files and console."""
-    text = "import os, sys; print('R out', os.environ['RANK']); print('R err', os.environ['RANK'], file=sys.stderr)"
+    text = (
+        "import os, sys; print('R out', os.environ['RANK']); "
+        "print('R err', os.environ['RANK'], file=sys.stderr)"
+    )
     with folder() as d:
         path = script(d, text)
         shown = {}
@@ -340,7 +348,7 @@ def logs(impl: Impl) -> Any:
     return shown
 
 
-@case("T141.prefix_template", timeout=30)
+@case("T141.prefix_template")
 def prefix_template(impl: Impl) -> Any:
     """TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
     with folder() as d:
@@ -353,24 +361,29 @@ def prefix_template(impl: Impl) -> Any:
         return [ran.code, sorted(x for x in ran.out.splitlines() if x.endswith("R"))]
 
 
-@case("T40.cli_environment", timeout=30)
+@case("T40.cli_environment")
 def environment(impl: Impl) -> Any:
     """Variables of a worker under the command; and of which kind the address is."""
     import entrypoints
 
     text = (
         "import os, json\n"
-        f"print('R', json.dumps({{n: os.environ.get(n) for n in {list(entrypoints.VARIABLES)!r}}}), flush=True)\n"
+        f"names = {list(entrypoints.VARIABLES)!r}\n"
+        "print('R', json.dumps({n: os.environ.get(n) for n in names}), flush=True)\n"
     )
     with folder() as d:
         path = script(d, text)
-        ran = cli(impl, ["--nproc-per-node=2", "--role=reader", "--max-restarts=3", path], {"OMP_NUM_THREADS": "1"})
+        ran = cli(
+            impl,
+            ["--nproc-per-node=2", "--role=reader", "--max-restarts=3", path],
+            {"OMP_NUM_THREADS": "1"},
+        )
         shown = {}
         for line in lines(ran.out):
             found = json.loads(line[2:])
             found["MASTER_PORT"] = found["MASTER_PORT"].isdigit()
             found["TORCHELASTIC_ERROR_FILE"] = Path(found["TORCHELASTIC_ERROR_FILE"] or "").name
-            found["TORCHELASTIC_RUN_ID"] = len(found["TORCHELASTIC_RUN_ID"]) > 8
+            found["TORCHELASTIC_RUN_ID"] = bool(found["TORCHELASTIC_RUN_ID"])
             found["MASTER_ADDR"] = bool(found["MASTER_ADDR"])
             shown[found["RANK"]] = found
     return {"code": ran.code, "workers": shown}
@@ -392,7 +405,7 @@ def _pids(d: Path, count: int = 2) -> list[int]:
     return [int((d / str(r)).read_text()) for r in range(count)]
 
 
-@case("T87.signals", timeout=60)
+@case("T87.signals")
 def signals(impl: Impl) -> Any:
     """Signals to the agent: its exit status, what workers got, who is left."""
     note = (
@@ -411,13 +424,16 @@ def signals(impl: Impl) -> Any:
                 ran = program.wait(15)
                 shown[number.name] = {
                     "code": ran.code,
-                    "got": [(d / f"got{r}").read_text() if (d / f"got{r}").exists() else None for r in range(2)],
+                    "got": [
+                        (d / f"got{r}").read_text() if (d / f"got{r}").exists() else None
+                        for r in range(2)
+                    ],
                     "gone": [gone(p) for p in pids],
                 }
     return shown
 
 
-@case("T88.other_endings", timeout=60)
+@case("T88.other_endings")
 def other_endings(impl: Impl) -> Any:
     """An unhandled signal and SIGKILL to the agent: its status, who is left."""
     shown = {}
@@ -438,19 +454,25 @@ def other_endings(impl: Impl) -> Any:
     return shown
 
 
-@case("T87.stubborn_workers", timeout=60)
+@case("T87.stubborn_workers")
 def stubborn_workers(impl: Impl) -> Any:
     """Workers that ignore SIGTERM: one signal with a short time-out; three signals in a row."""
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     shown = {}
+    with (
+        folder() as d,
+        Program(
+            impl, ["--nproc-per-node=2", "--shutdown-timeout=1", _two_waiting(d, ignore)]
+        ) as program,
+    ):
+        pids = _pids(d)
+        program.signal(signal.SIGTERM)
+        ran = program.wait(15)
+        shown["one"] = {"code": ran.code, "gone": [gone(p) for p in pids]}
     with folder() as d:
-        with Program(impl, ["--nproc-per-node=2", "--shutdown-timeout=1", _two_waiting(d, ignore)]) as program:
-            pids = _pids(d)
-            program.signal(signal.SIGTERM)
-            ran = program.wait(15)
-            shown["one"] = {"code": ran.code, "gone": [gone(p) for p in pids]}
-    with folder() as d:
-        with Program(impl, ["--nproc-per-node=2", "--shutdown-timeout=20", _two_waiting(d, ignore)]) as program:
+        with Program(
+            impl, ["--nproc-per-node=2", "--shutdown-timeout=20", _two_waiting(d, ignore)]
+        ) as program:
             pids = _pids(d)
             import time
 
@@ -468,7 +490,7 @@ def stubborn_workers(impl: Impl) -> Any:
     return shown
 
 
-@case("T85.worker_fails_sibling_stubborn", timeout=30)
+@case("T85.worker_fails_sibling_stubborn")
 def fails_stubborn(impl: Impl) -> Any:
     """A worker fails, its sibling ignores SIGTERM: is --shutdown-timeout 1 kept within 10 s?"""
     with folder() as d:
@@ -481,12 +503,14 @@ def fails_stubborn(impl: Impl) -> Any:
             "while not os.path.exists(f'{D}/up'): time.sleep(0.05)\n"
             "sys.exit(3)\n",
         )
-        with Program(impl, ["--nproc-per-node=2", "--max-restarts=0", "--shutdown-timeout=1", path]) as program:
+        with Program(
+            impl, ["--nproc-per-node=2", "--max-restarts=0", "--shutdown-timeout=1", path]
+        ) as program:
             until(lambda: program.poll() is not None, 10)
             return {"ended within 10 s": program.poll() is not None}
 
 
-@case("T118.watchdog", timeout=40)
+@case("T118.watchdog")
 def watchdog(impl: Impl) -> Any:
     """A timer expires in a worker, with --max-restarts 1."""
     with folder() as d:
@@ -505,7 +529,7 @@ def watchdog(impl: Impl) -> Any:
         return {"code": ran.code, "out": lines(ran.out)}
 
 
-@case("T148.event_log", timeout=30)
+@case("T148.event_log")
 def event_log(impl: Impl) -> Any:
     """--event-log-handler=console."""
     with folder() as d:
@@ -519,19 +543,30 @@ def event_log(impl: Impl) -> Any:
         return {"code": ran.code, "events": found}
 
 
-@case("T138.backends", timeout=60)
+@case("T138.backends")
 def backends(impl: Impl) -> Any:
     """One node under each way of saying so: WORLD_SIZE, run id, status."""
     from harness import free_port
 
     port = str(free_port())
-    text = "import os; print('R', os.environ['WORLD_SIZE'], os.environ['TORCHELASTIC_RUN_ID'][:5], os.environ['MASTER_ADDR'] == '127.0.0.1', os.environ['MASTER_PORT'] == {!r})".format(port)
+    text = (
+        "import os; e = os.environ; print('R', e['WORLD_SIZE'], e['TORCHELASTIC_RUN_ID'][:5],"
+        f" e['MASTER_ADDR'] == '127.0.0.1', e['MASTER_PORT'] == {port!r})"
+    )
     with folder() as d:
         path = script(d, text)
         shown = {}
         for label, argv in (
             ("static port", ["--master-port", port, "--rdzv-id", "job12"]),
-            ("c10d", ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=job12"]),
+            (
+                "c10d",
+                [
+                    "--nnodes=1",
+                    "--rdzv-backend=c10d",
+                    "--rdzv-endpoint=localhost:0",
+                    "--rdzv-id=job12",
+                ],
+            ),
             ("endpoint", ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job12"]),
         ):
             ran = cli(impl, ["--nproc-per-node=2", *argv, path])
@@ -539,7 +574,7 @@ def backends(impl: Impl) -> Any:
     return shown
 
 
-@case("T146.two_at_once", timeout=40)
+@case("T146.two_at_once")
 def two_at_once(impl: Impl) -> Any:
     """Two plain runs at the same time do not disturb each other."""
     with folder() as d:
@@ -549,18 +584,21 @@ def two_at_once(impl: Impl) -> Any:
         return [[first.code, lines(first.out)], [second.code, lines(second.out)]]
 
 
-@case("T96.error_file_of_the_command", timeout=30)
+@case("T96.error_file_of_the_command")
 def error_file(impl: Impl) -> Any:
     """TORCHELASTIC_ERROR_FILE of the command itself: the root's file with its exit code."""
     with folder() as d:
         text = (
             "import os, json, time\n"
-            "json.dump({'message': {'message': 'M', 'extraInfo': {'timestamp': str(int(time.time())), 'py_callstack': 'c'}}},"
+            "extra = {'timestamp': str(int(time.time())), 'py_callstack': 'c'}\n"
+            "json.dump({'message': {'message': 'M', 'extraInfo': extra}},"
             " open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
             "raise SystemExit(9)\n"
         )
         ran = cli(
-            impl, ["--max-restarts=0", script(d, text)], {"TORCHELASTIC_ERROR_FILE": str(d / "own.json")}
+            impl,
+            ["--max-restarts=0", script(d, text)],
+            {"TORCHELASTIC_ERROR_FILE": str(d / "own.json")},
         )
         content = json.loads((d / "own.json").read_text()) if (d / "own.json").exists() else None
         if content:
@@ -568,14 +606,9 @@ def error_file(impl: Impl) -> Any:
         return {"failed": ran.code != 0, "file": content}
 
 
-@case("T149.import", timeout=30)
-def starts_without_torch(impl: Impl) -> Any:
-    """A worker's first line within half a second of the command."""
+@case("T149.start")
+def start_cost(impl: Impl) -> Any:
+    """What starting a worker that imports nothing costs in processor time."""
     with folder() as d:
-        quick = []
-        for _ in range(3):
-            ran = cli(impl, [script(d, "print('R')")], really=True)
-            quick.append(ran.seconds)
-            if impl.name == "torch":
-                break
-        return {"under 1.5 s": min(quick) < 1.5, "code": ran.code}
+        ran = cli(impl, [script(d, "print('R')")], really=True)
+        return {"under 1.2 processor seconds": ran.cpu < 1.2, "code": ran.code}

@@ -36,6 +36,10 @@ def _file(content: Any) -> Any:
     if "timestamp" in extra:
         stamp = extra["timestamp"]
         extra["timestamp"] = [type(stamp).__name__, abs(int(stamp) - time.time()) < 60]
+    if "timestamp_ns" in extra:
+        stamp = extra["timestamp_ns"]
+        good = abs(int(stamp) / 1e9 - time.time()) < 60
+        extra["timestamp_ns"] = f"[{type(stamp).__name__}, {good}]"
     if "py_callstack" in extra:
         lines = extra["py_callstack"].strip().splitlines()
         extra["py_callstack"] = [lines[0], lines[-1]]
@@ -75,7 +79,7 @@ def record(impl: Impl) -> Any:
         raise RuntimeError
 
     def lines() -> None:
-        raise RuntimeError("a\nb \u00e4 \"quoted\"")
+        raise RuntimeError('a\nb \u00e4 "quoted"')
 
     shown = {
         "good": recorded(impl, _good),
@@ -213,7 +217,9 @@ def failures(impl: Impl) -> Any:
                 path.write_text(text)
 
             def go() -> Any:
-                f = impl.errors.ProcessFailure(local_rank=0, pid=997, exitcode=code, error_file=str(path))
+                f = impl.errors.ProcessFailure(
+                    local_rank=0, pid=997, exitcode=code, error_file=str(path)
+                )
                 now = abs(f.timestamp - time.time()) < 60
                 return {
                     "file": "N/A" if f.error_file == "<N/A>" else os.path.basename(f.error_file),
@@ -263,7 +269,9 @@ def garbage(impl: Impl) -> Any:
 
 
 def _failure(impl: Impl, rank: int, stamp: int, code: int = 1, message: str = "m") -> Any:
-    f = impl.errors.ProcessFailure(local_rank=rank, pid=990 + rank, exitcode=code, error_file="<N/A>")
+    f = impl.errors.ProcessFailure(
+        local_rank=rank, pid=990 + rank, exitcode=code, error_file="<N/A>"
+    )
     f.timestamp = stamp
     f.message = message
     return f
@@ -273,7 +281,9 @@ def _failure(impl: Impl, rank: int, stamp: int, code: int = 1, message: str = "m
 def first_failure(impl: Impl) -> Any:
     """Which failure is the first."""
     error = impl.errors.ChildFailedError
-    by_time = error("n", {0: _failure(impl, 0, 30), 1: _failure(impl, 1, 10), 2: _failure(impl, 2, 20)})
+    by_time = error(
+        "n", {0: _failure(impl, 0, 30), 1: _failure(impl, 1, 10), 2: _failure(impl, 2, 20)}
+    )
     tie = error("n", {2: _failure(impl, 2, 10), 0: _failure(impl, 0, 10)})
     rank, failure = by_time.get_first_failure()
     return {

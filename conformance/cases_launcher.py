@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,7 +90,9 @@ def functions(impl: Impl) -> Any:
         "values": launch(impl, entrypoints.local_rank, nproc_per_node=2),
         "arguments": launch(impl, entrypoints.echo, {"a": [1, 2]}),
         "nothing": launch(impl, entrypoints.nothing),
-        "keywords": raised(lambda: impl.launcher.elastic_launch(config(impl), entrypoints.echo)(value=1)),
+        "keywords": raised(
+            lambda: impl.launcher.elastic_launch(config(impl), entrypoints.echo)(value=1)
+        ),
     }
 
 
@@ -98,7 +101,7 @@ def scripts(impl: Impl) -> Any:
     """elastic_launch with programs."""
     with folder() as d:
         seen = launch(
-            impl, "/bin/sh", "-c", f"echo $RANK $WORLD_SIZE > {d}/$RANK".replace("$", "$$"), nproc_per_node=2
+            impl, "/bin/sh", "-c", f"echo $RANK $WORLD_SIZE > {d}/$RANK", nproc_per_node=2
         )
         found = {p.name: p.read_text() for p in sorted(d.iterdir())}
     return {"end": seen, "found": found}
@@ -122,7 +125,7 @@ def child_failed(impl: Impl) -> Any:
     return {
         "function": of(entrypoints.fail, "oh no"),
         "program": of("/bin/sh", "-c", "exit 7"),
-        "signal": of("/bin/sh", "-c", "kill -9 $$$$"),
+        "signal": of(sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"),
         "python": of(sys.executable, "-S", "-c", "import sys; sys.exit(3)"),
         "restarts": of(entrypoints.fail, max_restarts=2),
     }
@@ -183,7 +186,9 @@ def agent_raises(impl: Impl) -> Any:
     ):
         with (
             mock.patch.object(local, "run", side_effect=error),
-            mock.patch(impl.module_name("launcher.api") + ".rdzv_registry.get_rendezvous_handler") as get,
+            mock.patch(
+                impl.module_name("launcher.api") + ".rdzv_registry.get_rendezvous_handler"
+            ) as get,
             events_of(impl) as seen,
         ):
             get.return_value.get_backend.return_value = "b"
@@ -211,7 +216,9 @@ def shutdown_of_rendezvous(impl: Impl) -> Any:
     ):
         with (
             mock.patch.object(local, "run", return_value=end),
-            mock.patch(impl.module_name("launcher.api") + ".rdzv_registry.get_rendezvous_handler") as get,
+            mock.patch(
+                impl.module_name("launcher.api") + ".rdzv_registry.get_rendezvous_handler"
+            ) as get,
         ):
             get.return_value.get_backend.return_value = "b"
             get.return_value.get_run_id.return_value = "r"
@@ -225,7 +232,9 @@ def shutdown_of_rendezvous(impl: Impl) -> Any:
 def graceful(impl: Impl) -> Any:
     """An agent that was told to leave (run() returns None)."""
     error = impl.rdzv.RendezvousGracefulExitError()
-    with mock.patch(impl.module_name("launcher.api") + ".rdzv_registry.get_rendezvous_handler") as get:
+    with mock.patch(
+        impl.module_name("launcher.api") + ".rdzv_registry.get_rendezvous_handler"
+    ) as get:
         get.return_value.get_backend.return_value = "b"
         get.return_value.get_run_id.return_value = "r"
         get.return_value.next_rendezvous.side_effect = error
@@ -236,7 +245,9 @@ def graceful(impl: Impl) -> Any:
 def unhealthy(impl: Impl) -> Any:
     """A group that ended unhealthy."""
     result = impl.server.RunResult(impl.server.WorkerState.UNHEALTHY)
-    with mock.patch.object(impl.launcher.LocalElasticAgent, "_invoke_run", return_value=result):
+    with mock.patch.object(
+        impl.launcher.LocalElasticAgent, "_monitor_workers", return_value=result
+    ):
         seen = launch(impl, entrypoints.nothing)
     return {"success": "returned" in seen}
 
@@ -248,7 +259,10 @@ def signals_variable(impl: Impl) -> Any:
     shown = {}
     for label, options in (("default", {}), ("own", {"signals_to_handle": "SIGTERM,SIGUSR1"})):
         with env(**{name: None}):
-            shown[label] = [launch(impl, entrypoints.variables, name, **options), os.environ.get(name)]
+            shown[label] = [
+                launch(impl, entrypoints.variables, name, **options),
+                os.environ.get(name),
+            ]
     return shown
 
 
@@ -256,9 +270,12 @@ def signals_variable(impl: Impl) -> Any:
 def agent_given(impl: Impl) -> Any:
     """The LocalElasticAgent that launch_agent makes."""
     target = impl.module_name("launcher.api") + ".LocalElasticAgent"
-    with mock.patch(target) as agent, mock.patch(
-        impl.module_name("launcher.api") + ".rdzv_registry.get_rendezvous_handler"
-    ) as get:
+    with (
+        mock.patch(target) as agent,
+        mock.patch(
+            impl.module_name("launcher.api") + ".rdzv_registry.get_rendezvous_handler"
+        ) as get,
+    ):
         agent.return_value.run.return_value.is_failed.return_value = False
         agent.return_value.run.return_value.return_values = {0: 1}
         seen = launch(
@@ -281,8 +298,19 @@ def agent_given(impl: Impl) -> Any:
     return {
         "end": seen,
         "positional": len(agent.call_args.args),
-        "keywords": plain({k: v for k, v in sorted(kwargs.items()) if k in (
-            "start_method", "log_line_prefix_template", "shutdown_timeout", "health_check_server")}),
+        "keywords": plain(
+            {
+                k: v
+                for k, v in sorted(kwargs.items())
+                if k
+                in (
+                    "start_method",
+                    "log_line_prefix_template",
+                    "shutdown_timeout",
+                    "health_check_server",
+                )
+            }
+        ),
         "logs": type(logs).__name__,
         "spec": {
             n: plain(getattr(spec, n))
@@ -292,7 +320,15 @@ def agent_given(impl: Impl) -> Any:
                 " duplicate_stderr_filters virtual_local_rank"
             ).split()
         },
-        "parameters": [params.backend, params.endpoint, params.run_id, params.min_nodes, params.max_nodes, params.local_addr, plain(params.config)],
+        "parameters": [
+            params.backend,
+            params.endpoint,
+            params.run_id,
+            params.min_nodes,
+            params.max_nodes,
+            params.local_addr,
+            plain(params.config),
+        ],
     }
 
 
@@ -353,8 +389,10 @@ def logs(impl: Impl) -> Any:
     """A log folder through the launcher, over a restart."""
     with folder() as d:
         specs = impl.mp.DefaultLogsSpecs(log_dir=str(d), redirects=impl.mp.Std.ALL)
-        script = 'echo "attempt $TORCHELASTIC_RESTART_COUNT"; exit $(( TORCHELASTIC_RESTART_COUNT < 1 ))'
-        seen = launch(impl, "/bin/sh", "-c", script.replace("$((", "$$(("), max_restarts=1, logs_specs=specs)
+        script = (
+            'echo "attempt $TORCHELASTIC_RESTART_COUNT"; exit $(( TORCHELASTIC_RESTART_COUNT < 1 ))'
+        )
+        seen = launch(impl, "/bin/sh", "-c", script, max_restarts=1, logs_specs=specs)
         files = {}
         for path in sorted(d.rglob("*")):
             if path.is_file():
@@ -367,7 +405,7 @@ def logs(impl: Impl) -> Any:
 def metrics(impl: Impl) -> Any:
     """Metrics of a whole launch."""
     with metrics_of(impl) as seen:
-        launch(impl, "/bin/sh", "-c", "exit $$((TORCHELASTIC_RESTART_COUNT < 1))", max_restarts=1)
+        launch(impl, "/bin/sh", "-c", "exit $((TORCHELASTIC_RESTART_COUNT < 1))", max_restarts=1)
     return {n: v for n, v in seen if n.startswith("workers.") and not n.endswith("healthy")}
 
 
@@ -384,7 +422,7 @@ def environment(impl: Impl) -> Any:
     return shown
 
 
-@case("T87.signal", timeout=30)
+@case("T87.signal")
 def signal_stops(impl: Impl) -> Any:
     """A signal to the process that launches: SignalException, workers gone."""
     shown = {}
@@ -393,6 +431,7 @@ def signal_stops(impl: Impl) -> Any:
             timer = threading.Thread(
                 target=lambda d=d, number=number: (
                     until((d / "0").exists),
+                    time.sleep(0.2),  # its START event may come after its first line
                     os.kill(os.getpid(), number),
                 )
             )
@@ -412,7 +451,9 @@ def handlers_afterwards(impl: Impl) -> Any:
     """Signal handlers of the caller's process after a launch."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     launch(impl, entrypoints.nothing)
-    return {"SIGTERM": "default" if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else "changed"}
+    return {
+        "SIGTERM": "default" if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else "changed"
+    }
 
 
 @case("T139.twice")
@@ -434,7 +475,7 @@ def from_thread(impl: Impl) -> Any:
     return seen
 
 
-@case("T96.their_record_here", batch="torch_things", timeout=40)
+@case("T96.their_record_here", batch="torch_things")
 def cross_record(impl: Impl) -> Any:
     """Workers that use the other implementation's record, under this one's agent."""
     other = impl.other

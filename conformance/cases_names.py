@@ -6,11 +6,21 @@ import abc
 import inspect
 from typing import Any
 
-from harness import Impl, case, fields, outcome, plain, quiet_warnings, raised, signature, worker_spec
+from harness import (
+    Impl,
+    case,
+    fields,
+    outcome,
+    plain,
+    quiet_warnings,
+    raised,
+    signature,
+    worker_spec,
+)
 
 PUBLIC = {
-    "elastic.agent.server": "ElasticAgent RunResult SimpleElasticAgent Worker WorkerGroup WorkerSpec"
-    " WorkerState TORCHELASTIC_ENABLE_FILE_TIMER TORCHELASTIC_TIMER_FILE",
+    "elastic.agent.server": "ElasticAgent RunResult SimpleElasticAgent Worker WorkerGroup"
+    " WorkerSpec WorkerState TORCHELASTIC_ENABLE_FILE_TIMER TORCHELASTIC_TIMER_FILE",
     "elastic.agent.server.api": "ElasticAgent RunResult SimpleElasticAgent Worker WorkerGroup"
     " WorkerSpec WorkerState DEFAULT_ROLE _TERMINAL_STATE_SYNC_ID _RoleInstanceInfo"
     " _get_fq_hostname put_metric record store_util",
@@ -355,7 +365,12 @@ def enums(impl: Impl) -> Any:
     return {
         "states": {s.name: s.value for s in state},
         "running": {s.name: state.is_running(s) for s in state},
-        "str": [str(state.HEALTHY), repr(state.HEALTHY), f"{state.HEALTHY}", state.HEALTHY == "HEALTHY"],
+        "str": [
+            str(state.HEALTHY),
+            repr(state.HEALTHY),
+            f"{state.HEALTHY}",
+            state.HEALTHY == "HEALTHY",
+        ],
         "sources": {s.name: s.value for s in events.EventSource},
         "nodes": {s.name: s.value for s in events.NodeState},
         "std": {s.name: int(s) for s in std},
@@ -377,12 +392,18 @@ def worker_group(impl: Impl) -> Any:
         "global": {w.global_rank for w in group.workers},
         "world": {w.world_size for w in group.workers},
         "ids": [w.id for w in group.workers],
-        "rest": [group.group_rank, group.group_world_size, group.store, group.master_addr, group.master_port],
+        "rest": [
+            group.group_rank,
+            group.group_world_size,
+            group.store,
+            group.master_addr,
+            group.master_port,
+        ],
         "str": str(worker),
         "repr": repr(worker),
         "fresh": [str(fresh), fresh.id, fresh.role_rank, fresh.role_world_size],
         "equal": impl.server.Worker(1) == impl.server.Worker(1),
-        "slots": [list(impl.server.Worker.__slots__), list(impl.server.WorkerGroup.__slots__)],
+        "slots": [sorted(impl.server.Worker.__slots__), sorted(impl.server.WorkerGroup.__slots__)],
         "extra attribute": raised(lambda: setattr(worker, "colour", 1)),
     }
 
@@ -478,8 +499,12 @@ def reprs(impl: Impl) -> Any:
             ),
             "timer_request": [
                 impl.timer.TimerRequest("w", "s", 1.0) == impl.timer.TimerRequest("w", "s", 1.0),
-                sorted(vars(impl.timer.TimerRequest("w", "s", 1.0))),
-                impl.timer.FileTimerRequest(1, "s", 1.0, 9) == impl.timer.FileTimerRequest(1, "s", 1.0, 9),
+                [
+                    getattr(impl.timer.TimerRequest("w", "s", 1.0), n)
+                    for n in ("worker_id", "scope_id", "expiration_time")
+                ],
+                impl.timer.FileTimerRequest(1, "s", 1.0, 9)
+                == impl.timer.FileTimerRequest(1, "s", 1.0, 9),
             ],
         }
     params = inspect.signature(rdzv.RendezvousParameters).parameters

@@ -6,8 +6,22 @@ from typing import Any
 
 from harness import DictStore, Impl, case, env, fake_agent, fake_handler, plain, threads
 
-A = [("parameter_server", 4), ("trainer", 1), ("trainer", 2), ("trainer", 3), ("parameter_server", 5)]
-SEVEN = [("trainer", 8), ("evaluator", 1), ("trainer", 2), ("evaluator", 3), ("master", 4), ("evaluator", 5), ("master", 2)]
+A = [
+    ("parameter_server", 4),
+    ("trainer", 1),
+    ("trainer", 2),
+    ("trainer", 3),
+    ("parameter_server", 5),
+]
+SEVEN = [
+    ("trainer", 8),
+    ("evaluator", 1),
+    ("trainer", 2),
+    ("evaluator", 3),
+    ("master", 4),
+    ("evaluator", 5),
+    ("master", 2),
+]
 
 
 def table(impl: Impl, nodes: list[tuple[str, int]], store: Any = None) -> Any:
@@ -40,7 +54,7 @@ def two_roles(impl: Impl) -> Any:
     seen = table(impl, A, store)
     return {
         "ranks": seen,
-        "keys": {k: v for k, v in sorted(store._data.items())},
+        "keys": dict(sorted(store._data.items())),
         "calls": dict(sorted(store.calls.items())),
     }
 

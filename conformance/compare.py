@@ -42,7 +42,7 @@ class Verdict:
     case: str
     kind: str  # same | purpose | unexpected | broken
     notes: list[str]
-    reasons: list[str]
+    reasons: dict[str, list[str]]  # why -> where and what
 
 
 def judge(
@@ -57,10 +57,10 @@ def judge(
         if "broken" in report:
             notes.append(f"{name}: {report['broken']}")
     if notes:
-        return Verdict(case, "broken", notes, [])
+        return Verdict(case, "broken", notes, {})
     listed = {d.at: d for d in expected if d.case == case}
     found = leaves(torch["seen"], ours["seen"])
-    reasons = []
+    reasons: dict[str, list[str]] = {}
     for place, (theirs, mine) in found.items():
         entry = listed.pop(place, None)
         where = place or "(all)"
@@ -72,8 +72,9 @@ def judge(
                 f"seen torch {show(theirs)}, ours {show(mine)}"
             )
         else:
-            reasons.append(f"{where}: torch {show(theirs)}, ours {show(mine)}. {entry.why}")
-    for place, entry in listed.items():
+            line = f"{where}: torch {show(theirs)}, ours {show(mine)}"
+            reasons.setdefault(entry.why, []).append(line)
+    for place in listed:
         notes.append(f"{place or '(all)'}: listed as different on purpose, but no longer is")
     kind = "unexpected" if notes else "purpose" if reasons else "same"
     return Verdict(case, kind, notes, reasons)
@@ -83,7 +84,7 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def show(value: Any, limit: int = 300) -> str:
+def show(value: Any, limit: int = 120) -> str:
     text = json.dumps(value)
     return text if len(text) <= limit else text[:limit] + "..."
 
@@ -102,7 +103,9 @@ def report(verdicts: Sequence[Verdict], verbose: bool) -> str:
             continue
         lines.append(f"{v.case:<{width}}  {words[v.kind]}")
         lines += [f"    {note}" for note in v.notes]
-        lines += [f"    {reason}" for reason in v.reasons]
+        for why, places in v.reasons.items():
+            lines.append(f"    {why}")
+            lines += [f"        {place}" for place in places]
     return "\n".join(lines)
 
 

@@ -126,7 +126,7 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, *, timeout: float = 20.0, batch: str | None = None) -> Callable[..., Any]:
+def case(name: str, *, timeout: float = 60.0, batch: str | None = None) -> Callable[..., Any]:
     """Register a case. Cases of one batch run one after the other in one process."""
 
     def register(function: Callable[[Impl], Any]) -> Callable[[Impl], Any]:
@@ -186,33 +186,36 @@ def raised(function: Callable[[], Any]) -> str | None:
     return None
 
 
-def signature(callable_: Any) -> list[str]:
-    """Names, kinds and defaults of the parameters; annotations are nobody's contract."""
+def signature(callable_: Any) -> Any:
+    """Parameters by name: place, kind, default; annotations are nobody's contract.
+
+    Keyword-only parameters with a default, and keywords at large, are left out: they take
+    nothing away from anyone who calls as the contract says.
+    """
     try:
         parameters = inspect.signature(callable_).parameters.values()
     except (TypeError, ValueError):
-        return ["<no signature>"]
-    shown = []
-    for p in parameters:
-        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        text = star + p.name
-        if p.kind is p.KEYWORD_ONLY:
-            text = "kw:" + text
-        if p.default is not p.empty:
-            text += "=" + str(plain(p.default))
-        shown.append(text)
+        return "no signature"
+    shown: dict[str, str] = {}
+    for place, p in enumerate(parameters):
+        if p.kind is p.VAR_KEYWORD or (p.kind is p.KEYWORD_ONLY and p.default is not p.empty):
+            continue
+        text = {p.VAR_POSITIONAL: "*", p.KEYWORD_ONLY: "keyword "}.get(p.kind, "") + str(place)
+        shown[p.name] = text if p.default is p.empty else f"{text} = {plain(p.default)}"
     return shown
 
 
-def fields(dataclass: Any) -> list[str]:
-    shown = []
-    for f in dataclasses.fields(dataclass):
+def fields(dataclass: Any) -> dict[str, str]:
+    """Fields of a dataclass by name: place and default; keyword-only ones left out."""
+    shown = {}
+    for place, f in enumerate(dataclasses.fields(dataclass)):
+        if f.kw_only:
+            continue
+        shown[f.name] = str(place)
         if f.default is not dataclasses.MISSING:
-            shown.append(f"{f.name}={plain(f.default)}")
+            shown[f.name] += f" = {plain(f.default)}"
         elif f.default_factory is not dataclasses.MISSING:
-            shown.append(f"{f.name}={plain(f.default_factory())}")
-        else:
-            shown.append(f.name)
+            shown[f.name] += f" = {plain(f.default_factory())}"
     return shown
 
 
@@ -470,7 +473,7 @@ class DictStore:
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         with self._changed:
             self._count("multi_set")
-            self._data.update(zip(keys, map(self._bytes, values)))
+            self._data.update(zip(keys, map(self._bytes, values), strict=False))
             self._changed.notify_all()
 
 
@@ -638,7 +641,7 @@ class Ran:
     code: int | None  # as subprocess has it; None: it did not end in time
     out: str
     err: str
-    seconds: float
+    cpu: float  # processor seconds of the command and all of its that it waited for
 
 
 def sh(script: str) -> list[str]:
@@ -697,7 +700,7 @@ class Program:
         really: bool = False,
         cwd: str | None = None,
     ) -> None:
-        self.started = time.monotonic()
+        self._cpu = 0.0
         self._out = tempfile.TemporaryFile("w+b")
         self._err = tempfile.TemporaryFile("w+b")
         environment = _clean_env(extra_env)
@@ -758,10 +761,14 @@ class Program:
 
     def poll(self) -> int | None:
         if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
+            self._reap(os.WNOHANG)
         return self._code
+
+    def _reap(self, options: int) -> None:
+        pid, status, usage = os.wait4(self.pid, options)
+        if pid:
+            self._code = os.waitstatus_to_exitcode(status)
+            self._cpu = usage.ru_utime + usage.ru_stime
 
     def signal(self, number: int) -> None:
         if self.poll() is None:
@@ -775,16 +782,18 @@ class Program:
 
     def wait(self, timeout: float = 30.0) -> Ran:
         until(lambda: self.poll() is not None, timeout)
-        if self._code is None:
-            kill_tree(self.pid)
-            os.waitpid(self.pid, 0)
+        code = self._code
+        self._stop()
         out, err = self.read()
-        return Ran(self._code, out, err, time.monotonic() - self.started)
+        return Ran(code, out, err, self._cpu)
 
-    def close(self) -> None:
+    def _stop(self) -> None:
         if self.poll() is None:
             kill_tree(self.pid)
-            os.waitpid(self.pid, 0)
+            self._reap(0)
+
+    def close(self) -> None:
+        self._stop()
         self._out.close()
         self._err.close()
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def child_main(impl_name: str, names: Sequence[str], report_fd: int) -> None:
     for name in list(os.environ):
         if name.startswith(("PET_", "TORCHELASTIC_", "TORCH_ELASTIC", "PHALANX_")):
             del os.environ[name]
+    os.set_inheritable(report_fd, False)  # what a case executes must not keep it open
     report = os.fdopen(report_fd, "w", buffering=1)
 
     def say(**message: Any) -> None:
@@ -63,6 +64,7 @@ def child_main(impl_name: str, names: Sequence[str], report_fd: int) -> None:
     impl = harness.Impl(impl_name)
     if impl_name == "torch":
         impl.mod("run")  # all of the import, before anybody's time limit runs
+    me = os.getpid()
     handlers = {n: signal.getsignal(n) for n in (1, 2, 3, 15)}
     environment = dict(os.environ)
     say(ready=True)
@@ -74,6 +76,8 @@ def child_main(impl_name: str, names: Sequence[str], report_fd: int) -> None:
             seen = as_json(harness.plain(cases[name].function(impl)))
             say(done=name, seen=seen, seconds=time.monotonic() - started)
         except BaseException as error:
+            if os.getpid() != me:
+                os._exit(1)  # a forked child of a case, on its way up
             if isinstance(error, ModuleNotFoundError):
                 short = f"no module {error.name}"
             else:
@@ -132,13 +136,12 @@ def run_batch(impl: str, cases: Sequence[harness.Case], verbose: bool) -> dict[s
     return reports
 
 
-def run_child(
-    impl: str, cases: Sequence[harness.Case]
-) -> tuple[str | None, dict[str, Any], str]:
+def run_child(impl: str, cases: Sequence[harness.Case]) -> tuple[str | None, dict[str, Any], str]:
     limits = {c.name: c.timeout for c in cases}
     reader, writer = os.pipe()
     reports: dict[str, Any] = {}
     current: str | None = None
+    clock = Clock(START_LIMIT)
     with tempfile.TemporaryFile("w+b") as log:
         process = subprocess.Popen(
             [
@@ -159,19 +162,18 @@ def run_child(
         os.close(writer)
         ended = False
         try:
-            deadline = time.monotonic() + START_LIMIT
-            for message in messages(reader, lambda: deadline):
+            for message in messages(reader, clock):
                 if message is None:
                     if current is not None:
                         reports[current] = {"broken": f"not done in {limits[current]} s"}
                     break
                 if "start" in message:
                     current = message["start"]
-                    deadline = time.monotonic() + limits[current]
+                    clock.restart(limits[current])
                 elif "done" in message:
                     reports[message["done"]] = message
                     current = None
-                    deadline = time.monotonic() + START_LIMIT
+                    clock.restart(START_LIMIT)
                 elif "end" in message:
                     ended = True
                     break
@@ -188,13 +190,26 @@ def run_child(
     return current, reports, text
 
 
-def messages(fd: int, deadline: Any) -> Iterable[dict[str, Any] | None]:
+class Clock:
+    """How long the child still has for what it is doing, in seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.restart(seconds)
+
+    def restart(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+
+def messages(fd: int, clock: Clock) -> Iterable[dict[str, Any] | None]:
     """Lines from the child; None when its time is over; ends at end of file."""
     buffer = b""
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
         while True:
-            left = deadline() - time.monotonic()
+            left = clock.left()
             if left <= 0 or not selector.select(left):
                 yield None
                 return
@@ -284,13 +299,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     results = collect(cases, IMPLS, options.jobs, options.verbose)
     verdicts = [
-        judge(c.name, results["torch"][c.name], results["phalanx"][c.name], expected)
-        for c in cases
+        judge(c.name, results["torch"][c.name], results["phalanx"][c.name], expected) for c in cases
     ]
     if not options.only:
         known = {c.name for c in cases}
         for stray in sorted({d.case for d in expected} - known):
-            verdicts.append(Verdict(stray, "broken", ["listed as different, but no such case"], []))
+            verdicts.append(Verdict(stray, "broken", ["listed as different, but no such case"], {}))
     if options.json:
         Path(options.json).write_text(
             json.dumps(
