@@ -61,7 +61,7 @@ def test_first_choice(policy, case, strategy):
 
 def test_falls_rung_by_rung_at_one_step_and_ends():
     history, taken = History(), []
-    policy = Policy(restarts=1)
+    policy = Policy(restarts=1, same_step=2)
     for _ in range(20):
         decision = choose(policy, history, situation(Kind.DEVICE))
         taken.append(decision.strategy)

@@ -23,7 +23,8 @@ from typing import Any
 
 from phalanx.process.channel import Channel, ChannelClosed, MalformedMessage
 from phalanx.process.page import ProgressPage
-from phalanx.recovery import ladder
+from phalanx.recovery import ladder, repair
+from phalanx.recovery.repair import Holding
 
 HERE = Path(__file__).parent
 
@@ -126,6 +127,7 @@ class Worker:
     pidfd: int
     status: Path
     born: float
+    joining: bool = False
     hello: bool = False
     finished: bool = False
     died: float | None = None
@@ -166,6 +168,7 @@ class Agent:
         self._pending: list[ladder.Fault] = []
         self._pending_since = 0.0
         self.on_message: Any = None
+        self.dumped: Any = None
 
     # -- processes
 
@@ -213,6 +216,7 @@ class Agent:
         pid = self.nursery.fork(order, [theirs.fileno(), page.fd])
         theirs.close()
         worker = Worker(rank, incarnation, pid, mine, page, os.pidfd_open(pid), status, born)
+        worker.joining = join
         self.workers[rank] = worker
         self.everyone.append(worker)
 
@@ -347,11 +351,14 @@ class Agent:
         situation = ladder.Situation(
             faults,
             living=len(living),
-            able=all(worker.hello and not worker.finished for worker in living),
+            able=all((w.hello or w.joining) and not w.finished for w in living),
+            dump_possible=True,
         )
         decision = ladder.choose(self.policy, self.history, situation)
         self.history = ladder.after(self.history, decision, faults)
         self.decisions.append(decision)
+        if decision.dump_first:
+            self._dump()
         getattr(self, "_do_" + decision.strategy.name.lower())()
 
     def _next(self) -> str:
@@ -396,6 +403,45 @@ class Agent:
         store = self._next()
         for rank in range(self.world):
             self._start(rank, store, join=False)
+
+    def _dump(self) -> None:
+        """A last checkpoint by those that hold the state."""
+        living = self.living()
+        for worker in living:
+            self._send(worker, "leave", generation=self.generation)
+        left = self._answers(living, "left", self.generation)
+        plan = repair.dump(
+            [Holding(w.rank, f["shard"], f["step"], f["clean"]) for w, f in left],
+            max((f["shards"] for _, f in left), default=0),
+        )
+        self.dumped = plan
+        if plan is None:
+            return
+        order = {"generation": self.generation, "step": plan.step, "writers": list(plan.writers)}
+        for worker in living:
+            self._send(worker, "dump", **order)
+        writers = [worker for worker in living if worker.rank in plan.writers]
+        answers = self._answers(living, "dumped", self.generation)
+        wrote = {worker.rank for worker, fields in answers if fields["complete"]}
+        if wrote >= set(plan.writers):
+            self._send(writers[0], "dump", commit=True, **order)
+            self._answers(writers[:1], "dumped", self.generation, commit=True)
+
+    def _answers(self, workers: list[Worker], kind: str, generation: int, **more: Any) -> list[Any]:
+        def given(worker: Worker) -> Any:
+            for message in worker.said:
+                fields = message.fields
+                wanted = {"generation": generation, **more}
+                if message.type == kind and wanted.items() <= fields.items():
+                    return fields
+            return None
+
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if all(given(w) is not None or w.died is not None for w in workers):
+                break
+            self._wait(0.05)
+        return [(w, given(w)) for w in workers if given(w) is not None]
 
     def _do_exit(self) -> None:
         for worker in self.living():

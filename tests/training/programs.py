@@ -196,12 +196,13 @@ def program_train(spec: dict[str, Any]) -> None:
                 x, y = next(batches)
                 optim.zero_grad()
                 faults.at("forward")
+                bare = model.module if hasattr(model, "module") else model
+                bare.strike = None
+                if (due := faults.due("mid-backward")) is not None:
+                    bare.strike = lambda grad, due=due: faults.strike(due)
                 output = model(x)
                 if (due := faults.due("backward")) is not None:
                     output.register_hook(lambda grad, due=due: faults.strike(due))
-                if (due := faults.due("mid-backward")) is not None:
-                    bare = model.module if hasattr(model, "module") else model
-                    bare.strike = lambda grad, due=due: faults.strike(due)
                 loss = (output - y).square().mean()
                 faults.at("collective")
                 loss.backward()

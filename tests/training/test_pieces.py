@@ -259,19 +259,27 @@ def test_the_newest_join_counts_and_old_words_do_not(linked):
     agent.send("leave", generation=2)
     agent.send("join", generation=3, **JOIN)
     assert link.await_over(2, 5)
-    assert link.await_join(1, 5).generation == 3
+    assert link.await_word(1, 5).generation == 3
     assert left == [1, 2]
     with pytest.raises(NoWord):
-        link.await_join(3, 0.01)
+        link.await_word(3, 0.01)
     agent.send("exit", code=7)
     with pytest.raises(SystemExit) as end:
-        link.await_join(3, 5)
+        link.await_word(3, 5)
     assert end.value.code == 7
+
+
+def test_a_dump_is_a_word_too(linked):
+    agent, link, _ = linked
+    agent.send("dump", generation=1, step="x", writers=[0])
+    agent.send("dump", generation=1, step=3, writers=[0, 2])
+    order = link.await_word(1, 5)
+    assert (order.step, order.writers, order.commit) == (3, (0, 2), False)
 
 
 def test_the_agent_s_end_is_heard(linked):
     agent, link, _ = linked
     agent.close()
     with pytest.raises(AgentGone):
-        link.await_join(0, 5)
+        link.await_word(0, 5)
     assert not link.say("good_step")

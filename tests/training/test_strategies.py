@@ -96,6 +96,29 @@ def test_checkpoint_is_resumed_after_a_restart(train, undisturbed, model):
     assert steps == [0, 1, 2, 3, 4, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("model", ["ddp", "hybrid"])
+def test_dump_and_resume(train, undisturbed, model):
+    """Those that hold the state write it down before the whole group starts again."""
+    policy = Policy(enabled=frozenset({Strategy.DUMP, Strategy.RESTART}))
+    fault = {"rank": 1, "step": 5, "where": "mid-backward", "kind": "kill"}
+    run = train(model=model, checkpoint=100, faults=[fault], policy=policy)
+    assert strategies(run) == [Strategy.RESTART]
+    assert run.agent.dumped.step == 4
+    assert run.agent.dumped.writers == ((0,) if model == "ddp" else (0, 3))
+    run.same_as(undisturbed(model=model))
+    assert [line["step"] for line in run.traces[0]] == list(range(8))
+    assert [entry.name for entry in (run.folder / "checkpoints").iterdir()] == ["step-0000000004"]
+
+
+def test_no_dump_of_half_a_state(train):
+    policy = Policy(enabled=frozenset({Strategy.DUMP}))
+    fault = {"rank": 1, "step": 5, "where": "backward", "kind": "kill"}
+    run = train(model="fsdp", checkpoint=100, faults=[fault], policy=policy)
+    assert strategies(run) == [Strategy.EXIT]
+    assert run.agent.dumped is None
+    assert not (run.folder / "checkpoints").exists()
+
+
 @pytest.mark.parametrize("where", ["save", "commit"])
 def test_killed_while_saving(train, undisturbed, where):
     fault = {"rank": 0, "step": 3, "where": where, "kind": "kill"}

@@ -68,7 +68,7 @@ class Policy:
     retries: int = 8  # in the whole job; a good step gives none back
     in_place: int = 64
     restarts: int = 3
-    same_step: int = 2  # tries of one rung at one step before the next rung
+    same_step: int = 3  # tries of one rung at one step before the next rung
     same_bug: int = 2  # the same exception of the program at the same step ends the job
 
 

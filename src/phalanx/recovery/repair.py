@@ -138,6 +138,28 @@ def choose(holdings: Sequence[Holding]) -> Plan:
     )
 
 
+@dataclass(frozen=True)
+class DumpPlan:
+    """Who writes a checkpoint when the job is about to end."""
+
+    step: int
+    writers: tuple[int, ...]  # one for each shard
+
+
+def dump(holdings: Sequence[Holding], shards: int) -> DumpPlan | None:
+    """The newest step of which living ranks hold all ``shards``, and who writes which; None:
+    there is none, and so nothing is written. ``holdings``: of the living only."""
+    held: dict[int, dict[int, int]] = {}
+    for holding in sorted(holdings, key=lambda h: h.rank):
+        if _good(holding) and holding.step is not None:
+            held.setdefault(holding.step, {}).setdefault(holding.shard, holding.rank)
+    whole = [step for step, writers in held.items() if len(writers) >= shards > 0]
+    if not whole:
+        return None
+    step = max(whole)
+    return DumpPlan(step, tuple(sorted(held[step].values())))
+
+
 def _good(holding: Holding) -> bool:
     return holding.clean and holding.step is not None
 

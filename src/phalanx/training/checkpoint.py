@@ -100,6 +100,35 @@ class Checkpoints:
         if rank == 0:
             self._commit(draft, final, step, generation, world)
 
+    def dump(
+        self,
+        step: int,
+        generation: int,
+        protected: state.Protected,
+        guard: state.BufferGuard,
+        rank: int,
+        shard: int | None,
+        extra: Any = None,
+    ) -> None:
+        """Write this rank's part without talking to any other: its own small state, and its
+        shard if it was chosen to. Sharded parts fit the same mesh only.
+
+        :raises OSError: storage. :raises Superseded: see there.
+        """
+        self._fence(generation)
+        draft = self.path / f"draft-{step:010d}-{generation}"
+        draft.mkdir(parents=True, exist_ok=True)
+        if shard is not None:
+            name = f"shard-{shard}.pt" if _sharded(protected) else "whole.pt"
+            _write_tensors(draft / name, protected)
+            _write(draft / "extra.bin", codec.pack(extra))
+        _write(draft / f"own-{rank}.bin", b"".join(state.record(protected, guard, own_only=False)))
+
+    def commit_dump(self, step: int, generation: int, world: int) -> None:
+        """Give what all have written its name. By one rank, when all are done."""
+        draft = self.path / f"draft-{step:010d}-{generation}"
+        self._commit(draft, self.path / f"step-{step:010d}", step, generation, world)
+
     def _fence(self, generation: int) -> None:
         newest = max((mark["generation"] for mark in self.committed().values()), default=0)
         if newest > generation:
@@ -128,26 +157,40 @@ class Checkpoints:
             shutil.rmtree(entry, ignore_errors=True)
 
     def load(
-        self, step: int, protected: state.Protected, guard: state.BufferGuard, rank: int
+        self,
+        step: int,
+        protected: state.Protected,
+        guard: state.BufferGuard,
+        rank: int,
+        shard: int,
+        kept: bytes | None = None,
     ) -> Any:
         """Put the state after ``step`` into the protected objects; returns its ``extra``.
+
+        ``kept``: this rank's own record, in case the checkpoint was dumped without it.
 
         :raises StateMismatch: it was saved from other objects. :raises OSError: storage.
         """
         place = self.path / f"step-{step:010d}"
-        if _sharded(protected):
+        part = place / f"shard-{shard}.pt"
+        if part.exists():
+            _read_tensors(part, protected)
+        elif _sharded(protected):
             _load_sharded(place / "sharded", protected)
         else:
             _read_tensors(place / "whole.pt", protected)
         own = place / f"own-{rank}.bin"
-        if own.exists():
-            random, small, buffers = state.split_record(own.read_bytes())
-            guard.load(buffers)
-            protected.load_small(small)
-            rng.restore(random)
-        else:  # more ranks than when it was saved
-            _, small, _ = state.split_record((place / "own-0.bin").read_bytes())
+        some = own if own.exists() else min(place.glob("own-*.bin"))
+        random, small, buffers = state.split_record(some.read_bytes())
+        if some != own:
             protected.load_small({**small, "own": {}})
+            if kept is None:  # more ranks than when it was saved
+                return codec.unpack((place / "extra.bin").read_bytes())
+            random, small, buffers = state.split_record(kept)
+            small = {"own": small.get("own", {})}
+        guard.load(buffers)
+        protected.load_small(small)
+        rng.restore(random)
         return codec.unpack((place / "extra.bin").read_bytes())
 
 

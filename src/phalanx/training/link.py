@@ -63,6 +63,25 @@ class Join:
         return cls(values["generation"], values["rank"], values["world"], store, previous)
 
 
+@dataclass(frozen=True)
+class Dump:
+    """A ``dump`` message, checked."""
+
+    generation: int
+    step: int
+    writers: tuple[int, ...]
+    commit: bool
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Dump:
+        """:raises ValueError: a field is missing or of the wrong kind."""
+        writers = fields.get("writers")
+        generation, step = _number(fields.get("generation")), fields.get("step")
+        if generation < 1 or not isinstance(step, int) or not isinstance(writers, list):
+            raise ValueError(f"dump: generation, step and writers are needed, not {fields}")
+        return cls(generation, step, tuple(map(_number, writers)), fields.get("commit") is True)
+
+
 class Link:
     """Hears ``leave``, ``join``, ``stop_at``, ``dump`` and ``exit``; sends the answers.
 
@@ -76,7 +95,7 @@ class Link:
         self.left = -1  # highest generation that is over
         self._join: Join | None = None
         self.stop_at: int | None = None
-        self.dump: dict[str, Any] | None = None
+        self._dumps: list[Dump] = []
         self.exit_code: int | None = None
         self.closed = False
         self.kept: dict[str, int] | None = None
@@ -148,7 +167,8 @@ class Link:
             elif message.type == "stop_at":
                 self.stop_at = _number(fields.get("step"))
             elif message.type == "dump":
-                self.dump = fields
+                with contextlib.suppress(ValueError):
+                    self._dumps.append(Dump.of(fields))
             elif message.type == "exit":
                 self.exit_code = _number(fields.get("code", 1))
             if over > self.left:
@@ -175,16 +195,17 @@ class Link:
                 timeout,
             )
 
-    def await_join(self, beyond: int, timeout: float) -> Join:
-        """The newest ``join`` to a generation higher than ``beyond``.
+    def await_word(self, beyond: int, timeout: float) -> Join | Dump:
+        """The newest ``join`` to a generation higher than ``beyond``, or a ``dump``.
 
         :raises AgentGone: end of file. :raises NoWord: ``timeout`` seconds are over.
         :raises SystemExit: the agent said ``exit``.
         """
 
         def word() -> bool:
-            return (
+            return bool(
                 (self._join is not None and self._join.generation > max(beyond, self.left))
+                or self._dumps
                 or self.closed
                 or self.exit_code is not None
             )
@@ -195,6 +216,8 @@ class Link:
                 raise SystemExit(self.exit_code)
             if self._join is not None and self._join.generation > max(beyond, self.left):
                 return self._join
+            if self._dumps:
+                return self._dumps.pop(0)
             if self.closed:
                 raise AgentGone("the agent is gone: nobody calls the ranks together again")
             assert not told

@@ -33,7 +33,7 @@ from phalanx.training.checkpoint import Checkpoints
 from phalanx.training.data import Batches
 from phalanx.training.faults import classify
 from phalanx.training.groups import BACKEND, Fabric, install
-from phalanx.training.link import AgentGone, Join, Link, NoWord
+from phalanx.training.link import AgentGone, Dump, Join, Link, NoWord
 from phalanx.training.slate import Slate
 from phalanx.training.wrappers import LayoutMismatch, UnsupportedTorch, Wrappers, missing_names
 
@@ -326,6 +326,18 @@ class Job:
         if self._link is not None:
             self._link.say("finished", step=self._last())
 
+    @contextlib.contextmanager
+    def phase(self, name: str = "evaluation") -> Iterator[None]:
+        """Say what goes on outside of a step (evaluation, a long save), so that its silence is
+        judged by the time limit of that phase and not by that of a step."""
+        if self._page is not None:
+            self._page.beat(phase=name)
+        try:
+            yield
+        finally:
+            if self._page is not None:
+                self._page.beat(phase="between")
+
     def run(self, do: Callable[[int], Any], total: int, start: int = 0) -> None:
         """The same for programs whose loop is not a ``for``: ``do(step)`` for each step."""
         for step in self.steps(total, start):
@@ -554,8 +566,14 @@ class Job:
         fabric.cut(self.generation)
         self._rest()
         self._mark("left")
-        if link.over(self.generation):
-            link.say("left", generation=self.generation, step=self._last(), clean=self._clean())
+        link.say(
+            "left",
+            generation=self.generation,
+            step=self._last(),
+            clean=self._clean(),
+            shard=self._shard(),
+            shards=self._protected.shards(self.world, self._replicas),
+        )
         self._come_together(connected=False, first=False)
 
     def _mark(self, name: str) -> None:
@@ -626,7 +644,8 @@ class Job:
     def _word(self, lost: str) -> Join:
         assert self._link is not None
         beyond = self.generation - 1 if self.joining else self.generation
-        join = self._link.await_join(beyond, self._decision_timeout)
+        while isinstance(join := self._link.await_word(beyond, self._decision_timeout), Dump):
+            self._dump(join)
         if join.rank != self.rank or join.world != self.world:
             raise LostState(
                 f"called as rank {join.rank} of {join.world}, but this process was built as rank "
@@ -636,6 +655,45 @@ class Job:
             self._recovery = Recovery(join.generation)
             self._fault_at = time.monotonic()
         return join
+
+    def _shard(self) -> int:
+        return self._protected.shard(self.rank, self.world, self._replicas)
+
+    def _dump(self, order: Dump) -> None:
+        """Write this rank's part of a last checkpoint, or give the whole its name. With no word
+        to any other rank: they may be dead."""
+        assert self._link is not None and self._guard is not None
+        text = ""
+        try:
+            if self._checkpoints is None:
+                raise LostState("no checkpoint directory was given to session()")
+            if order.commit:
+                self._checkpoints.commit_dump(order.step, order.generation, self.world)
+            elif self._clean() and self._last() == order.step:
+                self._put_back(order.step + 1)
+                shard = self._shard() if self.rank in order.writers else None
+                self._checkpoints.dump(
+                    order.step,
+                    order.generation,
+                    self._protected,
+                    self._guard,
+                    self.rank,
+                    shard,
+                    self._extra(),
+                )
+            elif self.rank in order.writers:
+                raise LostState(f"this rank does not hold step {order.step}")
+        except (OSError, RuntimeError) as error:
+            text = _text(error)
+        self._link.say(
+            "dumped",
+            generation=order.generation,
+            step=order.step,
+            commit=order.commit,
+            complete=not text,
+            text=text,
+            path=str(self._checkpoints.path) if self._checkpoints else "",
+        )
 
     def _take(self, join: Join) -> None:
         assert self._fabric is not None and self._link is not None
@@ -677,7 +735,7 @@ class Job:
         newest = self._checkpoints.newest() if self._checkpoints is not None else None
         mine = torch.tensor(
             [
-                self._protected.shard(self.rank, self.world, self._replicas),
+                self._shard(),
                 _NONE if self._finished is None or not self._whole else self._finished,
                 int(self._clean()),
                 snapshots[0],
@@ -698,7 +756,14 @@ class Job:
         if plan.origin is Origin.CHECKPOINT:
             assert self._checkpoints is not None and self._guard is not None
             self._whole = False
-            saved = self._checkpoints.load(plan.step, self._protected, self._guard, self.rank)
+            saved = self._checkpoints.load(
+                plan.step,
+                self._protected,
+                self._guard,
+                self.rank,
+                self._shard(),
+                self._own_part(begin),
+            )
             self._set(plan.step)
             return saved
         mine = self._own_part(begin)
@@ -940,7 +1005,9 @@ class Job:
         dist.all_reduce(step, op=dist.ReduceOp.MIN)
         newest = int(step.item())
         if newest >= start:
-            saved = self._checkpoints.load(newest, self._protected, self._guard, self.rank)
+            saved = self._checkpoints.load(
+                newest, self._protected, self._guard, self.rank, self._shard()
+            )
             self._finished = newest
             if saved.get("layouts"):
                 self._adopt_saved(saved["layouts"])

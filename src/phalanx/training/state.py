@@ -130,6 +130,29 @@ class Protected:
         digest = hashlib.sha256("|".join(sorted(marks)).encode()).digest()
         return int(struct.unpack("<q", digest[:8])[0] >> 2)
 
+    def shards(self, world: int, given: Sequence[Sequence[int]] | None) -> int:
+        """How many different shards there are in the whole job (see `shard`)."""
+        if given is not None:
+            return len(given) + world - sum(map(len, given))
+        wrapped = [
+            module
+            for model in self.models.values()
+            for module in model.modules()
+            if isinstance(module, DistributedDataParallel)
+        ]
+        for parameter in self.parameters():
+            if _is_dtensor(parameter):
+                some: Any = parameter
+                mesh = some.device_mesh
+                count = 1
+                for dim, placement in enumerate(some.placements):
+                    if not placement.is_replicate():
+                        count *= mesh.size(dim)
+                return int(count * (world // mesh.size()))
+        if wrapped:
+            return world // max(1, min(dist_size(module) for module in wrapped))
+        return world
+
     # -- small state ---------------------------------------------------------
 
     def small_state(self) -> dict[str, Any]:
@@ -259,6 +282,10 @@ class Protected:
             places.append(local(value))
         mine.clear()
         mine.update(fresh)
+
+
+def dist_size(module: Any) -> int:
+    return int(torch.distributed.get_world_size(module.process_group))
 
 
 class _EpochOnly:
