@@ -135,7 +135,7 @@ class SubprocessContext(PContext):
             except SupervisorError as error:
                 if self._own_supervisor:
                     raise
-                logger.warning("the keeper is started again: %s", error)
+                logger.warning("the keeper is started again: %s", str(error))
                 supervisor.open()
                 workers = supervisor.start(orders)
         self._workers = {worker.local_rank: worker for worker in workers}
