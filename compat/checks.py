@@ -71,7 +71,10 @@ def _outcome(client: OldClient) -> str:
     view = wait_until(
         lambda: (v := state_of(raw, name)).state in ("idle", "smaller", "exiting") and v, 15
     )
-    client.close()
+    if view.state == "exiting":
+        wait_until(lambda: client.worker.exited)  # the word is on its way
+    with client.lock:  # not in the middle of an action
+        client.close()
     raw.channel.close()
     return str(view.lastOutcome or view.state)
 

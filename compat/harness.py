@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import queue
 import signal
 import socket
 import subprocess
@@ -35,6 +35,7 @@ class Controller:
         self.process: subprocess.Popen[str] | None = None
         self.address = ""
         self.metrics = ""
+        self.lines: queue.Queue[str] = queue.Queue()
 
     def start(self) -> Controller:
         self.process = subprocess.Popen(
@@ -43,17 +44,29 @@ class Controller:
             stderr=None if os.environ.get("COMPAT_VERBOSE") else subprocess.DEVNULL,
             text=True,
         )
+        self.lines = queue.Queue()
+        threading.Thread(
+            target=self._read, args=(self.process.stdout, self.lines), daemon=True
+        ).start()
         self.address = self._line("listens on ")
         if "--metrics" in self.args:
             self.metrics = self._line("metrics on ")
         self.listen = self.address  # a restart comes back to the same port
         return self
 
+    @staticmethod
+    def _read(stream: Any, lines: queue.Queue[str]) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            for line in stream:
+                lines.put(line)
+        lines.put("")
+
     def _line(self, after: str) -> str:
-        assert self.process is not None and self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], 20)[0]:
-            raise TimeoutError("the controller did not come up in 20 s")
-        line = self.process.stdout.readline()
+        assert self.process is not None
+        try:
+            line = self.lines.get(timeout=30)
+        except queue.Empty:
+            raise TimeoutError("the controller did not come up in 30 s") from None
         if after not in line:
             raise RuntimeError(f"the controller said {line!r} and ended with {self.process.poll()}")
         return line.split(after, 1)[1].strip()
@@ -63,8 +76,6 @@ class Controller:
         assert self.process is not None
         self.process.kill()
         self.process.wait(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
     def restart(self) -> None:
         """kill -9 and a new one on the same address."""
@@ -87,8 +98,6 @@ class Controller:
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait(10)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
         return code
 
     def __enter__(self) -> Controller:

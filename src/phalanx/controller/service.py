@@ -142,7 +142,7 @@ class Services:
                     raise Refused(
                         grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed"
                     )
-                who = access.caller(context)
+                who = access.caller(context, self.policy.open)
                 if not (self.checks if health else self.calls).take(who.host):
                     raise Refused(
                         grpc.StatusCode.RESOURCE_EXHAUSTED, f"qps exceeded for {who.host}"
@@ -165,7 +165,7 @@ class Services:
                     raise Refused(
                         grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed"
                     )
-                who = access.caller(context)
+                who = access.caller(context, self.policy.open)
                 if not self.calls.take(who.host):
                     raise Refused(
                         grpc.StatusCode.RESOURCE_EXHAUSTED, f"qps exceeded for {who.host}"
