@@ -48,9 +48,13 @@ class Controller:
         threading.Thread(
             target=self._read, args=(self.process.stdout, self.lines), daemon=True
         ).start()
-        self.address = self._line("listens on ")
-        if "--metrics" in self.args:
-            self.metrics = self._line("metrics on ")
+        try:
+            self.address = self._line("listens on ")
+            if "--metrics" in self.args:
+                self.metrics = self._line("metrics on ")
+        except BaseException:
+            self.kill()
+            raise
         self.listen = self.address  # a restart comes back to the same port
         return self
 
@@ -68,7 +72,7 @@ class Controller:
         except queue.Empty:
             raise TimeoutError("the controller did not come up in 30 s") from None
         if after not in line:
-            raise RuntimeError(f"the controller said {line!r} and ended with {self.process.poll()}")
+            raise RuntimeError(f"the controller said {line!r} instead")
         return line.split(after, 1)[1].strip()
 
     def kill(self) -> None:
