@@ -9,14 +9,12 @@ lines on the console (it is said how many), not the workers' time.
 from __future__ import annotations
 
 import collections
-import datetime
 import fcntl
 import logging
 import os
 import re
 import select
 import stat
-import string
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -162,7 +160,7 @@ def tail_of_file(
 
 
 def free_suffix(paths: Iterable[str]) -> str:
-    """The empty string if none of ``paths`` exists, else the first of ".1", ".2", ... that none has.
+    """The empty string if none of ``paths`` exists, else the first of ".1", ".2", ... that is free.
 
     So that a later incarnation never writes over what an earlier one left.
     """
@@ -178,6 +176,8 @@ def free_suffix(paths: Iterable[str]) -> str:
 def render_prefix(template: str, values: Mapping[str, object]) -> str:
     """``template`` with ``${role_name}``, ``${rank}``, ``${local_rank}``, ``${host}``,
     ``${attempt}`` filled in; ``${time}`` is filled in per line, unknown names stay."""
+    import string
+
     return string.Template(template).safe_substitute(values)
 
 
@@ -551,6 +551,8 @@ class OutputRelay:
 
 def _stamped(prefix: str) -> bytes:
     if "${time}" in prefix:
+        import datetime
+
         now = datetime.datetime.now().isoformat(sep=" ", timespec="milliseconds")
         prefix = prefix.replace("${time}", now)
     return prefix.encode("utf-8", "replace")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -139,6 +138,8 @@ class DefaultLogsSpecs(LogsSpecs):
     def root_log_dir(self) -> str:
         """The log directory; a temporary one is made now."""
         if self._root_log_dir is None:
+            import tempfile
+
             self._root_log_dir = tempfile.mkdtemp(prefix="torchelastic_")
             weakref.finalize(self, _remove_empty, self._root_log_dir, os.getpid())
         return str(self._root_log_dir)
@@ -197,6 +198,8 @@ class DefaultLogsSpecs(LogsSpecs):
             name = f"_{name}"
         if self._run_log_dir is None:
             if self._own_directory:
+                import tempfile
+
                 self._run_log_dir = tempfile.mkdtemp(prefix=f"{name}_", dir=self.root_log_dir)
             else:
                 self._run_log_dir = os.path.join(self.root_log_dir, name, self._node or "")

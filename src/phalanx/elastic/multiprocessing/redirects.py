@@ -6,7 +6,6 @@ The names of ``torch.distributed.elastic.multiprocessing.redirects``.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import io
 import os
@@ -66,6 +65,8 @@ def _flush(std: str, stream: Any) -> None:
     if stream is not None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    import ctypes
+
     libc = ctypes.CDLL(None)
     with contextlib.suppress(ValueError, AttributeError):  # no such symbol in this C library
         libc.fflush(ctypes.c_void_p.in_dll(libc, std))

@@ -8,7 +8,6 @@ written by another host), files are looked at every ``interval_sec`` seconds.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
@@ -34,6 +33,8 @@ class _Watcher:
     """Tells when one of several files may have grown or come into being."""
 
     def __init__(self) -> None:
+        import ctypes
+
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)

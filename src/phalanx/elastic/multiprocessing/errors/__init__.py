@@ -13,12 +13,10 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, ParamSpec, TypeVar
 
 from phalanx.elastic.multiprocessing.errors.error_handler import ErrorHandler
 from phalanx.elastic.multiprocessing.errors.handlers import get_error_handler
-from phalanx.elastic.utils.hostname import fq_hostname
 from phalanx.process import errorfile
 
 __all__ = [
@@ -136,6 +134,8 @@ class ProcessFailure:
 
     def timestamp_isoformat(self) -> str:
         """``timestamp`` as local time, YYYY-MM-DD_HH:MM:SS."""
+        from datetime import datetime
+
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
 
 
@@ -228,6 +228,8 @@ class ChildFailedError(Exception):
     def _format_failure(
         self, idx: int, rank: int, failure: Any, *, root: bool = False
     ) -> tuple[str, int]:
+        from phalanx.elastic.utils.hostname import fq_hostname
+
         name = failure.signal_name()
         tail: Sequence[str] = getattr(failure, "stderr_tail", ())
         log_files: Sequence[str] = getattr(failure, "log_files", ())
