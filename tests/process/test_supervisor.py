@@ -408,8 +408,9 @@ def test_a_nursery_that_is_killed_takes_no_worker_with_it_and_comes_back(scene):
 def test_a_stopped_nursery_does_not_stop_the_keeper(scene):
     supervisor = scene.supervisor(WARM)
     scene.until(supervisor, ready)
-    (nursery,) = [e.pid for e in tree.descendants(supervisor._keeper.pid)]
-    os.kill(nursery, signal.SIGSTOP)
+    nursery, *forker = [e.pid for e in tree.descendants(supervisor._keeper.pid)]
+    for pid in (nursery, *forker):
+        os.kill(pid, signal.SIGSTOP)
     program = scene.program("raise SystemExit(3)")
     with pytest.raises(TimeoutError):
         supervisor.start([scene.order(program, warm=True)], timeout=0.1)

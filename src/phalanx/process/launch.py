@@ -137,7 +137,7 @@ class Become(BaseException):
 def warm_worker(order: dict[str, Any], fds: dict[str, int], keeper: int) -> NoReturn:
     """All of a warm start but the program itself: raises `Become`.
 
-    Runs in a fork of the nursery that has called `expect_adoption`.
+    Runs in a fork of the forker that has called `expect_adoption`.
     """
     from phalanx.process.channel import HELD, Channel, ChannelClosed
     from phalanx.process.page import ProgressPage

@@ -1,8 +1,8 @@
 """The nursery: a child of the keeper that has imported what programs import, and forks.
 
-It forks a short-lived child, which forks the workers and leaves; so their parent is the
-keeper, which never runs anybody's imports: whatever an import does (hang, crash, start
-threads), the keeper goes on reaping and killing.
+It always has one child, the forker, that waits for orders, forks the workers and leaves; so
+their parent is the keeper, which never runs anybody's imports: whatever an import does
+(hang, crash, start threads), the keeper goes on reaping and killing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 
+_HANGUP = 3
+
+
 def main(sock: socket.socket, plan: str, keeper: int) -> NoReturn:
     """Import, say so, then fork as told until the keeper hangs up.
 
@@ -31,21 +34,44 @@ def main(sock: socket.socket, plan: str, keeper: int) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     news = _prepare(plan)
-    # The forkers need no reaping; their children are not ours.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whatever an import did
     wire.send(sock, {**news, "ev": "preloaded"})
     if not news["safe"]:
         os._exit(0)
     gc.collect()
     gc.freeze()  # so that no collection in a worker writes to what they share
+    nursery = os.getpid()
     while True:
         try:
-            batch = [_receive(sock)]
-            while (more := wire.receive(sock)) is not None:
-                batch.append(more)
-        except wire.Hangup:
-            os._exit(0)
-        _fork_batch(sock, batch, keeper)
+            pid = os.fork()
+        except OSError as error:
+            _refuse(sock, error)
+            continue
+        if pid == 0:
+            try:
+                _forker(sock, nursery, keeper)
+            except launch.Become:
+                raise
+            except wire.Hangup:
+                os._exit(_HANGUP)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        if status != 0:
+            # The keeper is gone, or the forker has died: the keeper sees us leave, and
+            # orders again what was not done.
+            os._exit(0 if os.waitstatus_to_exitcode(status) == _HANGUP else 1)
+
+
+def _refuse(sock: socket.socket, error: OSError) -> None:
+    """Without memory for a forker, tell who asks; we try again for the next."""
+    try:
+        order, fds = _receive(sock)
+    except wire.Hangup:
+        os._exit(0)
+    wire.send(sock, {"ev": "fork_failed", "key": order["key"], "errno": error.errno})
+    launch.close_all(fds)
 
 
 def _receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -70,53 +96,30 @@ def _prepare(plan: str) -> dict[str, Any]:
     }
 
 
-def _fork_batch(
-    sock: socket.socket, batch: list[tuple[dict[str, Any], list[int]]], keeper: int
-) -> None:
-    try:
-        forker = os.fork()
-    except OSError as error:
-        for order, _ in batch:
-            wire.send(sock, {"ev": "fork_failed", "key": order["key"], "errno": error.errno})
-        forker = -1
-    if forker == 0:
-        try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # We ignore what the workers must not: held back, it waits until they can take it.
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            for number, (order, fds) in enumerate(batch):
-                _fork_one(sock, batch, number, order, fds, keeper)
-        except launch.Become:
-            raise
-        except BaseException:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-            os._exit(1)
-        os._exit(0)
-    for _, fds in batch:
-        launch.close_all(fds)
+def _forker(sock: socket.socket, nursery: int, keeper: int) -> NoReturn:
+    """Wait for an order, carry out what has come, leave. In a worker it raises `Become`."""
+    # We ignore what the workers must not: held back, it waits until they can take it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    launch.die_with(nursery)
+    item: tuple[dict[str, Any], list[int]] | None = _receive(sock)
+    while item is not None:
+        _fork_one(sock, *item, keeper)
+        item = wire.receive(sock)
+    os._exit(0)
 
 
-def _fork_one(
-    sock: socket.socket,
-    batch: list[tuple[dict[str, Any], list[int]]],
-    number: int,
-    order: dict[str, Any],
-    fds: list[int],
-    keeper: int,
-) -> None:
+def _fork_one(sock: socket.socket, order: dict[str, Any], fds: list[int], keeper: int) -> None:
     try:
         pid = os.fork()
     except OSError as error:
         wire.send(sock, {"ev": "fork_failed", "key": order["key"], "errno": error.errno})
+        launch.close_all(fds)
         return
     if pid == 0:
         try:
             launch.expect_adoption(keeper)
             os.setsid()
             sock.close()
-            for other, (_, others) in enumerate(batch):
-                if other != number:
-                    launch.close_all(others)
             _live(order, fds, keeper)
         except launch.Become:
             raise
@@ -130,7 +133,7 @@ def _fork_one(
         os.kill(pid, signal.SIGKILL)  # nobody would know of it
         raise
     finally:
-        os.close(pidfd)
+        launch.close_all((pidfd, *fds))
 
 
 def _live(order: dict[str, Any], fds: list[int], keeper: int) -> NoReturn:
