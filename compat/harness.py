@@ -60,7 +60,7 @@ class Controller:
 
     @staticmethod
     def _read(stream: Any, lines: queue.Queue[str]) -> None:
-        with contextlib.suppress(ValueError, OSError):
+        with contextlib.suppress(ValueError, OSError), stream:
             for line in stream:
                 lines.put(line)
         lines.put("")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ pytest.importorskip("grpc")
 from phalanx.cli import controller as cli
 from phalanx.controller import access
 from phalanx.controller.hub import Hub, Options, Unavailable
-from phalanx.controller.journal import Journal, JournalError
+from phalanx.controller.journal import Journal, JournalError, WriteFailed
 from phalanx.controller.metrics import Metrics, serve
 from phalanx.controller.resetfile import ResetFiles
 from phalanx.proto import recover_pb2 as pb
@@ -108,7 +107,7 @@ def test_nothing_leaves_before_the_journal_has_it():
 
         def write(*args):
             if fail:
-                raise sqlite3.OperationalError("disk is full")
+                raise WriteFailed("disk is full")
             real(*args)
 
         journal.write = write
@@ -328,6 +327,8 @@ def test_loopback(address, inside):
         (["--tls-client-ca", "x"], "needs --tls-cert"),
         (["--strategies", "retry,magic"], "no strategy 'magic'"),
         (["--known-jobs-only"], "--jobs"),
+        (["--standby"], "needs --etcd"),
+        (["--etcd", "a:1", "--state-dir", "x"], "give one"),
         (["--report-timeout", "-1"], "report_timeout"),
         (["--jobs", "/nowhere"], "cannot read"),
         (["--access", "/nowhere"], "cannot read"),

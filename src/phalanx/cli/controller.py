@@ -30,6 +30,17 @@ def _parser() -> argparse.ArgumentParser:
         default="normal",
         help="full: survive a loss of power, for a disk flush per decision",
     )
+    add(
+        "--etcd",
+        metavar="HOST:PORT,...",
+        help="keep them in etcd instead, so that a controller on another machine can take over",
+    )
+    add("--etcd-prefix", default="/phalanx/controller", metavar="KEY")
+    add(
+        "--standby",
+        action="store_true",
+        help="with --etcd: wait until the controller that owns the journal is gone",
+    )
     jobs = parser.add_argument_group("jobs")
     jobs.add_argument(
         "--jobs",
@@ -231,6 +242,10 @@ def _json(path: Path, known: set[str]) -> dict[str, Any]:
 def _check_address(args: argparse.Namespace) -> None:
     from phalanx.controller.access import is_loopback
 
+    if args.etcd and args.state_dir:
+        raise _Wrong("--etcd and --state-dir are two places for one journal; give one")
+    if args.standby and not args.etcd:
+        raise _Wrong("--standby needs --etcd")
     if (args.tls_cert is None) != (args.tls_key is None):
         raise _Wrong("--tls-cert and --tls-key go together")
     if args.tls_client_ca and not args.tls_cert:
@@ -259,6 +274,7 @@ async def _serve(args: argparse.Namespace) -> int:
     import signal
 
     from phalanx.controller import access, metrics
+    from phalanx.controller.etcd import EtcdJournal
     from phalanx.controller.hub import Hub
     from phalanx.controller.journal import Journal, JournalError
     from phalanx.controller.resetfile import ResetFiles
@@ -281,8 +297,16 @@ async def _serve(args: argparse.Namespace) -> int:
         catalogue = Catalogue(
             tuple(data.get("resources", catalogue.resources)), data.get("codes", {})
         )
+    journal: Journal | EtcdJournal
     try:
-        journal = Journal(args.state_dir, args.journal_sync)
+        if args.etcd:
+            # A standby waits right here: nothing is served yet, and a signal simply ends it.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            journal = EtcdJournal(
+                args.etcd, args.etcd_prefix, wait=float("inf") if args.standby else 0.0
+            )
+        else:
+            journal = Journal(args.state_dir, args.journal_sync)
     except JournalError as error:
         raise RuntimeError(str(error)) from None
     log = None
@@ -336,7 +360,12 @@ async def _serve(args: argparse.Namespace) -> int:
         if web is not None:
             where = web.sockets[0].getsockname()
             print(f"metrics on http://{where[0]}:{where[1]}/metrics", flush=True)
-        await stop.wait()
+        if isinstance(journal, EtcdJournal):
+            journal.on_lost = lambda: loop.call_soon_threadsafe(stop.set)
+        if not (isinstance(journal, EtcdJournal) and journal.lost):
+            await stop.wait()
+        if isinstance(journal, EtcdJournal) and journal.lost:
+            raise RuntimeError("the journal in etcd has another owner; this controller leaves")
         return 0
     finally:
         if web is not None:

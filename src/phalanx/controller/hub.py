@@ -11,7 +11,6 @@ import asyncio
 import heapq
 import json
 import logging
-import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.controller import wire
+from phalanx.controller.etcd import EtcdJournal
 from phalanx.controller.faultview import fault_signal
-from phalanx.controller.journal import Journal, StoredJob
+from phalanx.controller.journal import Journal, StoredJob, WriteFailed
 from phalanx.controller.metrics import Metrics
 from phalanx.controller.resetfile import ResetFiles
 from phalanx.proto import recover_pb2 as pb
@@ -162,7 +162,7 @@ class Hub:
 
     def __init__(
         self,
-        journal: Journal,
+        journal: Journal | EtcdJournal,
         options: Options | None = None,
         *,
         metrics: Metrics | None = None,
@@ -317,7 +317,7 @@ class Hub:
         started = time.perf_counter()
         try:
             self._journal.write(jobs, self._dirty_faults)
-        except sqlite3.Error as error:
+        except WriteFailed as error:
             log.error("the journal cannot be written: %s", error)
             self.metrics.count("journal_errors")
             self._flushed = None

@@ -21,6 +21,10 @@ class JournalError(RuntimeError):
     """The journal cannot be used; the text says why and what to do."""
 
 
+class WriteFailed(RuntimeError):
+    """A write was not taken; nothing of it may be acted on."""
+
+
 @dataclass(frozen=True)
 class StoredJob:
     """One job as the journal has it; ``body`` is :func:`phalanx.recovery.codec.dump`'s text."""
@@ -92,7 +96,15 @@ class Journal:
         jobs: Mapping[str, StoredJob | None],
         faults: Mapping[str, str | None],
     ) -> None:
-        """Puts these, or deletes where None, in one transaction. Raises sqlite3.Error."""
+        """Puts these, or deletes where None, in one transaction. Raises WriteFailed."""
+        try:
+            self._write(jobs, faults)
+        except sqlite3.Error as error:
+            raise WriteFailed(str(error)) from None
+
+    def _write(
+        self, jobs: Mapping[str, StoredJob | None], faults: Mapping[str, str | None]
+    ) -> None:
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         try:
