@@ -2,7 +2,8 @@
 
 from phalanx.training.data import Batches
 from phalanx.training.faults import DeviceFault, NetworkFault
-from phalanx.training.session import Job, LostState, Recovery, Step, session
+from phalanx.training.member import LostState, Recovery
+from phalanx.training.session import Job, Step, session
 from phalanx.training.state import StateMismatch
 from phalanx.training.wrappers import UnsupportedTorch
 

@@ -17,7 +17,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -27,28 +26,21 @@ import torch.distributed
 from phalanx.process.channel import HELD
 from phalanx.process.page import ProgressPage
 from phalanx.recovery.ladder import RETRYABLE, Kind
-from phalanx.recovery.repair import Holding, Origin, Plan, choose
-from phalanx.training import codec, rng, state
+from phalanx.training import state
 from phalanx.training.checkpoint import Checkpoints
 from phalanx.training.data import Batches
 from phalanx.training.faults import classify
 from phalanx.training.groups import BACKEND, Fabric, install
-from phalanx.training.link import AgentGone, Dump, Join, Link, NoWord
+from phalanx.training.link import Link
+from phalanx.training.member import NOTHING, Member, text_of
 from phalanx.training.slate import Slate
-from phalanx.training.wrappers import LayoutMismatch, UnsupportedTorch, Wrappers, missing_names
+from phalanx.training.wrappers import UnsupportedTorch, Wrappers, missing_names
 
 log = logging.getLogger("phalanx.training")
 dist: Any = torch.distributed
 
 CAPABILITIES = ("leave", "join", "retry", "recover-in-place", "stop_at", "dump", "keep")
-_NONE = -(1 << 40)
-_ROW = 7
 _SLATE_BYTES = 64 << 10
-_MOST_TRIES = 100
-
-
-class LostState(RuntimeError):
-    """No rank, snapshot or checkpoint holds a whole state to go on with."""
 
 
 class Step(int):
@@ -72,22 +64,7 @@ class Step(int):
         return self._job._leave(self, error)
 
 
-@dataclass
-class Recovery:
-    """One recovery, as this rank saw it. Times in seconds since the fault was known here."""
-
-    generation: int
-    origin: str = Origin.NONE.value
-    source: int | None = None
-    step: int = -1
-    lost_steps: int = 0
-    why: str = ""
-    local_state: str = ""
-    bytes: int = 0
-    times: dict[str, float] = field(default_factory=dict)
-
-
-class Job:
+class Job(Member):
     """See `session`."""
 
     def __init__(
@@ -102,49 +79,26 @@ class Job:
         regroup_timeout: float,
         decision_timeout: float,
     ) -> None:
+        super().__init__(
+            rank=int(os.environ.get("RANK", "0")),
+            world=int(os.environ.get("WORLD_SIZE", "1")),
+            generation=int(os.environ.get("PHALANX_GENERATION", "1")),
+            checkpoints=None
+            if checkpoint is None
+            else Checkpoints(checkpoint, keep=keep_checkpoints),
+            decision_timeout=decision_timeout,
+        )
         self._timeout = timedelta(seconds=timeout)
-        self._decision_timeout = decision_timeout
         self._backend = backend
         self._snapshot_every = snapshot_every
         self._regroup_timeout = regroup_timeout
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self._checkpoint_every = checkpoint_every
         self.local_rank = int(os.environ.get("LOCAL_RANK", str(self.rank)))
-        self.generation = int(os.environ.get("PHALANX_GENERATION", "1"))
-        #: whether this process replaces another and has not been let in yet
-        self.joining = False
         #: whether the loop ended because the agent asked for it
         self.stopped = False
-        #: the recoveries this rank has been through
-        self.recoveries: list[Recovery] = []
-        self._link: Link | None = None
-        self._page: ProgressPage | None = None
-        self._fabric: Fabric | None = None
-        self._protected = state.Protected()
-        self._replicas: Sequence[Sequence[int]] | None = None
-        self._rebuild: Callable[[], None] | None = None
-        self._wrappers = Wrappers([])
-        self._guard: state.BufferGuard | None = None
-        self._slate: Slate | None = None
-        self._snapshots: Slate | None = None
         self._kept: dict[str, int] = {}
-        self._checkpoints: Checkpoints | None = None
-        if checkpoint is not None:
-            self._checkpoints = Checkpoints(checkpoint, keep=keep_checkpoints)
-        self._checkpoint_every = checkpoint_every
-        self._finished: int | None = None  # last finished step; None: no state yet
-        self._finished_here = 0  # steps that this process has finished
-        self._whole = True  # False while state is being received
-        self._current: Step | None = None  # the step that is open or was interrupted
-        self._grads_none = True
-        self._updates = 0
-        self._update_open = False
         self._after_written = False
         self._updates_per_step = 0
-        self._interrupted = False
-        self._own_error: BaseException | None = None
-        self._recovery: Recovery | None = None
-        self._fault_at = 0.0
         self._in_loop = False
         self._hooks: list[Any] = []
         self._schedules: dict[str, tuple[int, int]] = {}
@@ -220,7 +174,7 @@ class Job:
             if isinstance(error, Exception) and error is not self._own_error:
                 kind = classify(error)
                 if kind is not Kind.PEER:
-                    link.fault(self.generation, kind.value, _text(error), self._step_number())
+                    link.fault(self.generation, kind.value, text_of(error), self._step_number())
             link.close()
         if dist.is_initialized():
             if self._fabric is not None:
@@ -344,9 +298,6 @@ class Job:
             with step:
                 do(int(step))
 
-    def _last(self) -> int:
-        return -1 if self._finished is None else self._finished
-
     def _step_number(self) -> int | None:
         return None if self._current is None else int(self._current)
 
@@ -405,10 +356,6 @@ class Job:
                 self._grads_none = parameter.grad is None
                 break
 
-    def _record(self, own_only: bool = False) -> list[bytes]:
-        assert self._guard is not None
-        return state.record(self._protected, self._guard, own_only=own_only)
-
     def _write_slate(self, step: int, parts: list[bytes], kind: int) -> None:
         assert self._slate is not None and self._link is not None
         try:
@@ -461,7 +408,7 @@ class Job:
         self._fault_at = link.heard_leave or time.monotonic()
         if not link.over(self.generation):
             self._fault_at = time.monotonic()
-            link.fault(self.generation, kind.value, _text(error), int(step))
+            link.fault(self.generation, kind.value, text_of(error), int(step))
             self._own_error = error
         if self._tail_only():
             # The update is whole; what was cut off came after it.
@@ -526,11 +473,7 @@ class Job:
             if steady and count == before:
                 self._protected.small[name].step()
 
-    # -- leaving and coming together ----------------------------------------------------
-
-    def _on_leave(self, generation: int) -> None:
-        if self._fabric is not None:
-            self._fabric.cut(generation)
+    # -- the end of a step, the end of the loop -------------------------------------------
 
     def _must_recover(self) -> bool:
         if self._link is None:
@@ -549,398 +492,11 @@ class Job:
         except RuntimeError as error:
             self._interrupted = True
             if not self._link.over(self.generation):
-                self._link.fault(self.generation, Kind.PEER.value, _text(error), self._last())
+                self._link.fault(self.generation, Kind.PEER.value, text_of(error), self._last())
             return False
         if self.stopped:
             self._link.say("stopped_at", step=self._last())
         return True
-
-    def _recover(self) -> None:
-        link, fabric = self._link, self._fabric
-        assert link is not None and fabric is not None
-        if self._page is not None:
-            self._page.beat(phase="recover")
-        self._recovery = Recovery(self.generation)
-        if not self._interrupted:
-            self._fault_at = link.heard_leave
-        fabric.cut(self.generation)
-        self._rest()
-        self._mark("left")
-        link.say(
-            "left",
-            generation=self.generation,
-            step=self._last(),
-            clean=self._clean(),
-            shard=self._shard(),
-            shards=self._protected.shards(self.world, self._replicas),
-        )
-        self._come_together(connected=False, first=False)
-
-    def _mark(self, name: str) -> None:
-        if self._recovery is not None:
-            self._recovery.times[name] = round(time.monotonic() - self._fault_at, 6)
-
-    def _rest(self) -> None:
-        """Everything that the broken step left half way is brought to idle."""
-        assert self._fabric is not None
-        if self._rebuild is None:
-            self._wrappers.rest(self._fabric)
-        if self._interrupted and not (self._current is not None and self._current.done):
-            for parameter in self._protected.parameters():
-                if parameter.grad is not None:
-                    if self._grads_none:
-                        parameter.grad = None
-                    else:
-                        parameter.grad.zero_()
-
-    def _clean(self) -> bool:
-        """Whether memory holds the whole state after the last finished step."""
-        if not self._whole or self._finished is None:
-            return False
-        if not self._interrupted or self._current is None or self._current.done:
-            return True
-        if self._updates or self._update_open:
-            return False
-        assert self._guard is not None
-        return self._guard.covers(self._protected.models.values())
-
-    def _come_together(self, *, connected: bool, first: bool) -> None:
-        """Until this rank is in a generation whose members all hold the same step."""
-        link, fabric = self._link, self._fabric
-        assert link is not None and fabric is not None
-        lost = ""
-        for _ in range(_MOST_TRIES):
-            try:
-                if not connected:
-                    self._take(self._word(lost))
-                    connected = True
-                self._mark("regrouped")
-                self._repair(first)
-                self._mark("restored")
-                self._interrupted = False
-                self._own_error = None
-                return
-            except LostState as error:
-                lost = str(error)
-                link.fault(self.generation, Kind.LOST_STATE.value, lost, self._last())
-            except RuntimeError as error:
-                if isinstance(error, (AgentGone, NoWord)):
-                    raise self._own_error or error from None
-                if not link.over(self.generation):
-                    kind = classify(error)
-                    word = kind if kind is Kind.PEER else Kind.REGROUP
-                    link.fault(self.generation, word.value, _text(error), self._last())
-            except SystemExit:
-                if self._own_error is not None:
-                    raise self._own_error from None
-                raise
-            connected = False
-            first = False
-            fabric.cut(self.generation)
-            if self._recovery is None:
-                self._recovery = Recovery(self.generation)
-        raise LostState(f"the ranks did not come together in {_MOST_TRIES} tries")
-
-    def _word(self, lost: str) -> Join:
-        assert self._link is not None
-        beyond = self.generation - 1 if self.joining else self.generation
-        while isinstance(join := self._link.await_word(beyond, self._decision_timeout), Dump):
-            self._dump(join)
-        if join.rank != self.rank or join.world != self.world:
-            raise LostState(
-                f"called as rank {join.rank} of {join.world}, but this process was built as rank "
-                f"{self.rank} of {self.world}"
-            )
-        if self._recovery is None:
-            self._recovery = Recovery(join.generation)
-            self._fault_at = time.monotonic()
-        return join
-
-    def _shard(self) -> int:
-        return self._protected.shard(self.rank, self.world, self._replicas)
-
-    def _dump(self, order: Dump) -> None:
-        """Write this rank's part of a last checkpoint, or give the whole its name. With no word
-        to any other rank: they may be dead."""
-        assert self._link is not None and self._guard is not None
-        text = ""
-        try:
-            if self._checkpoints is None:
-                raise LostState("no checkpoint directory was given to session()")
-            if order.commit:
-                self._checkpoints.commit_dump(order.step, order.generation, self.world)
-            elif self._clean() and self._last() == order.step:
-                self._put_back(order.step + 1)
-                shard = self._shard() if self.rank in order.writers else None
-                self._checkpoints.dump(
-                    order.step,
-                    order.generation,
-                    self._protected,
-                    self._guard,
-                    self.rank,
-                    shard,
-                    self._extra(),
-                )
-            elif self.rank in order.writers:
-                raise LostState(f"this rank does not hold step {order.step}")
-        except (OSError, RuntimeError) as error:
-            text = _text(error)
-        self._link.say(
-            "dumped",
-            generation=order.generation,
-            step=order.step,
-            commit=order.commit,
-            complete=not text,
-            text=text,
-            path=str(self._checkpoints.path) if self._checkpoints else "",
-        )
-
-    def _take(self, join: Join) -> None:
-        assert self._fabric is not None and self._link is not None
-        self.joining = False
-        self.generation = join.generation
-        assert self._recovery is not None
-        self._recovery.generation = join.generation
-        self._mark("joined")
-        if self._page is not None:
-            self._page.beat(generation=join.generation)
-        self._fabric.connect(join.generation, join.store)
-
-    # -- repair ---------------------------------------------------------------------------
-
-    def _repair(self, first: bool) -> None:
-        fabric = self._fabric
-        assert fabric is not None
-        group = dist.group.WORLD
-        rows = self._rows(group)
-        plan = choose([_holding(rank, row) for rank, row in enumerate(rows)])
-        if plan.origin is Origin.NONE:
-            raise LostState(plan.why)
-        note = self._recovery
-        if note is not None:
-            note.origin, note.step, note.lost_steps = plan.origin.value, plan.step, plan.lost
-            note.why, note.source = plan.why, plan.source_of(self.rank)
-        saved = self._restore(group, plan)
-        if not (plan.origin is not Origin.REPLICA and self._saved_layouts(group, plan, saved)):
-            self._agree_layouts(group, rows)
-        if self._rebuild is not None and not first:
-            self._rebuild()
-        if first and self._slate is not None:
-            self._slate.erase()  # of an earlier start of the whole group
-
-    def _rows(self, group: Any) -> list[list[int]]:
-        """What every rank holds."""
-        steps = sorted(self._snapshots.steps()) if self._snapshots is not None else []
-        snapshots = [*steps, _NONE, _NONE][:2]
-        newest = self._checkpoints.newest() if self._checkpoints is not None else None
-        mine = torch.tensor(
-            [
-                self._shard(),
-                _NONE if self._finished is None or not self._whole else self._finished,
-                int(self._clean()),
-                snapshots[0],
-                snapshots[1],
-                _NONE if newest is None else newest,
-                int(self._wrappers.settled),
-            ],
-            dtype=torch.int64,
-        )
-        rows = [torch.zeros(_ROW, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(rows, mine, group=group)
-        return [row.tolist() for row in rows]
-
-    def _restore(self, group: Any, plan: Plan) -> Any:
-        """Bring this rank to the start of the step after ``plan.step``. Returns what else was
-        saved in a snapshot or checkpoint."""
-        begin = plan.step + 1
-        if plan.origin is Origin.CHECKPOINT:
-            assert self._checkpoints is not None and self._guard is not None
-            self._whole = False
-            saved = self._checkpoints.load(
-                plan.step,
-                self._protected,
-                self._guard,
-                self.rank,
-                self._shard(),
-                self._own_part(begin),
-            )
-            self._set(plan.step)
-            return saved
-        mine = self._own_part(begin)
-        loaded: bytes | None = None
-        saved = None
-        if self.rank in plan.load:
-            assert self._snapshots is not None
-            self._whole = False
-            loaded, saved = state.load_snapshot(self._snapshots, plan.step, self._protected)
-            self._set(plan.step)
-            self._put_small(loaded)
-        receives = plan.source_of(self.rank)
-        sends = plan.receivers_of(self.rank)
-        if receives is None and loaded is None:
-            self._put_back(begin)
-        if sends:
-            extra = {
-                "small": self._protected.small_state(),
-                "random": rng.capture(),
-                "step": plan.step,
-            }
-            sent = state.send(group, sends, self._protected, extra)
-            if self._recovery is not None:
-                self._recovery.bytes = sent * len(sends)
-        if receives is not None:
-            self._whole = False
-            assert self._guard is not None
-            live = None
-            if mine is None and self._finished is not None and self._current is not None:
-                # One step behind, cut off after its last collective: what is this rank's own has
-                # moved on as far as it does in that step.
-                live = self._guard.save()
-            extra = state.receive(group, receives, self._protected)
-            if extra["step"] != plan.step:
-                raise LostState(f"rank {receives} handed over step {extra['step']}")
-            self._take_small(extra, mine, live, receives)
-            self._set(plan.step)
-        return saved
-
-    def _set(self, step: int) -> None:
-        self._finished = step
-        self._whole = True
-        self._interrupted = False
-        self._current = None
-        self._guard = state.BufferGuard(self._protected.models.values())
-
-    def _own_part(self, begin: int) -> bytes | None:
-        """This rank's own record for the start of step ``begin``, to be put over what a replica
-        gives; None: what is in memory now is right (it has done all but the update)."""
-        assert self._slate is not None
-        record = self._slate.read(begin)
-        if record is None:
-            return None
-        return record[0]
-
-    def _put_back(self, begin: int) -> None:
-        """A clean rank that stays with its own tensors: to the start of the step."""
-        if self._current is None or self._current.done or int(self._current) != begin:
-            return
-        if not self._interrupted:
-            return
-        assert self._slate is not None
-        record = self._slate.read(begin)
-        if record is None or record[1] != state.BEGIN:
-            raise LostState(f"the record of the start of step {begin} is gone")
-        self._put_small(record[0])
-
-    def _put_small(self, body: bytes) -> None:
-        assert self._guard is not None
-        random, small, buffers = state.split_record(body)
-        self._guard.load(buffers)
-        self._protected.load_small(small)
-        rng.restore(random)
-
-    def _take_small(
-        self, extra: dict[str, Any], mine: bytes | None, live: bytes | None, source: int
-    ) -> None:
-        """Small state of a rank that got its tensors from another."""
-        assert self._guard is not None
-        given = extra["small"]
-        if live is not None:
-            self._guard.load(live)
-            self._protected.load_small({**given, "own": {}})
-            self._note_local("live")
-            return
-        if mine is not None:
-            random, small, buffers = state.split_record(mine)
-            self._guard.load(buffers)
-            self._protected.load_small({**given, "own": small.get("own", {})})
-            rng.restore(random)
-            self._note_local("kept")
-            return
-        # Nobody knows this rank's own random states: make them from the source's and the rank.
-        self._protected.load_small(given)
-        rng.restore(extra["random"])
-        seed = int(torch.randint(1 << 31, (1,)).item()) ^ (self.rank << 8)
-        torch.manual_seed(seed)
-        self._note_local("derived")
-        log.warning(
-            "random states of rank %d are lost; made anew from rank %d's", self.rank, source
-        )
-
-    def _note_local(self, how: str) -> None:
-        if self._recovery is not None:
-            self._recovery.local_state = how
-
-    def _saved_layouts(self, group: Any, plan: Plan, saved: Any) -> bool:
-        """Take the bucket layouts that were saved with the state, so that sums are made in the
-        same order as before. False if there are none, or this program's do not fit them."""
-        if not self._wrappers.ddp or self._rebuild is not None:
-            return False
-        source = plan.load[0] if plan.load else 0
-        text = b""
-        if self.rank == source and saved and saved.get("layouts"):
-            text = codec.pack(saved["layouts"])
-        text = _broadcast(group, source, self.rank, text)
-        return bool(text) and self._adopt_saved(codec.unpack(text))
-
-    def _adopt_saved(self, layouts: Any) -> bool:
-        try:
-            self._wrappers.adopt(layouts, self._fabric)
-        except LayoutMismatch as error:
-            log.warning("DDP buckets are not those of the saved state: %s", error)
-            return False
-        return True
-
-    def _extra(self) -> dict[str, Any]:
-        """What is saved besides the state."""
-        done = self._finished_here >= 2 and self._wrappers.ddp and self._rebuild is None
-        return {"layouts": self._wrappers.layouts(self._fabric) if done else []}
-
-    def _agree_layouts(self, group: Any, rows: list[list[int]]) -> None:
-        """All DDP wrappers to one bucket layout: that of those who have run a step."""
-        if not self._wrappers.ddp or self._rebuild is not None:
-            return
-        assert self._fabric is not None
-        settled = [rank for rank, row in enumerate(rows) if row[6]]
-        if len(settled) == self.world:
-            return
-        if not settled:
-            self._wrappers.renew(self._fabric)
-            return
-        source = settled[0]
-        text = b""
-        if self.rank == source:
-            text = codec.pack(self._wrappers.layouts(self._fabric))
-        text = _broadcast(group, source, self.rank, text)
-        if self.rank in settled:
-            if self.rank != source:
-                # The same move as at the source: to execution order, if that is still to come.
-                self._wrappers.settle(self._fabric)
-            return
-        self._wrappers.adopt(codec.unpack(text), self._fabric)
-
-    def _say_good_step(self) -> None:
-        note, self._recovery = self._recovery, None
-        assert note is not None and self._link is not None
-        note.times["stepped"] = round(time.monotonic() - self._fault_at, 6)
-        self.recoveries.append(note)
-        report = {
-            "origin": note.origin,
-            "source": note.source,
-            "step": note.step + 1,
-            "lost_steps": note.lost_steps,
-            "why": note.why,
-            "local_state": note.local_state,
-            "bytes": note.bytes,
-            "times": note.times,
-        }
-        self._link.say("good_step", generation=self.generation, step=self._last(), report=report)
-        log.warning(
-            "rank %d goes on at step %d in generation %d (%s)",
-            self.rank,
-            note.step + 1,
-            self.generation,
-            note.why,
-        )
 
     # -- snapshots and checkpoints ------------------------------------------------------------
 
@@ -974,7 +530,9 @@ class Job:
                 raise
             self._interrupted = True
             if not self._link.over(self.generation):
-                self._link.fault(self.generation, classify(error).value, _text(error), self._last())
+                self._link.fault(
+                    self.generation, classify(error).value, text_of(error), self._last()
+                )
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step. On all ranks, between steps.
@@ -1015,32 +573,7 @@ class Job:
     def _newest_or_none(self) -> int:
         assert self._checkpoints is not None
         newest = self._checkpoints.newest()
-        return _NONE if newest is None else newest
-
-
-def _holding(rank: int, row: list[int]) -> Holding:
-    return Holding(
-        rank=rank,
-        shard=row[0],
-        step=None if row[1] == _NONE else row[1],
-        clean=bool(row[2]),
-        snapshots=frozenset(step for step in row[3:5] if step != _NONE),
-        checkpoint=None if row[5] == _NONE else row[5],
-    )
-
-
-def _broadcast(group: Any, source: int, rank: int, text: bytes) -> bytes:
-    """``text`` of rank ``source``, on all."""
-    size = torch.tensor([len(text)], dtype=torch.int64)
-    dist.broadcast(size, source, group=group)
-    length = int(size.item())
-    if not length:
-        return b""
-    data = torch.empty(length, dtype=torch.uint8)
-    if rank == source:
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.broadcast(data, source, group=group)
-    return data.numpy().tobytes()
+        return NOTHING if newest is None else newest
 
 
 def _attach(fd: int) -> Slate | None:
@@ -1052,10 +585,6 @@ def _attach(fd: int) -> Slate | None:
         log.warning("memory kept for this rank cannot be used: %s", error)
         os.close(fd)
         return None
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
