@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.made
 
-.PHONY: demo test test-repeat lint types conformance bench clean
+.PHONY: demo test test-repeat lint types conformance bench proof clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ conformance: $(STAMP)  ## the contract's suite against torch's implementation an
 
 bench: $(STAMP)  ## ours beside torchrun, in one run
 	$(PY) bench/bench_agent.py
+
+proof: $(STAMP)  ## faults at every place of a step, against the run without one, bit for bit
+	$(PY) bench/proof.py
 
 clean:
 	rm -rf $(VENV) out build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

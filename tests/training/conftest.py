@@ -81,13 +81,14 @@ def train(harness: Any, nursery: Any, tmp_path: Path) -> Iterator[Callable[..., 
         folder: Path | None = None,
         policy: Any = None,
         env: dict[str, str] | None = None,
+        standby: bool = False,
         **spec: Any,
     ) -> Outcome:
         nonlocal count
         count += 1
         place = folder or tmp_path / str(count)
         place.mkdir(exist_ok=True)
-        agent = harness.Agent(nursery, world, spec, place, policy=policy, env=env)
+        agent = harness.Agent(nursery, world, spec, place, policy=policy, env=env, standby=standby)
         agents.append(agent)
         agent.start()
         if drive is not None:

@@ -147,7 +147,10 @@ class Agent:
         *,
         policy: ladder.Policy | None = None,
         env: dict[str, str] | None = None,
+        standby: bool = False,
     ) -> None:
+        self.standby = standby
+        self.spare: Worker | None = None
         self.nursery = nursery
         self.world = world
         self.spec = spec
@@ -179,7 +182,7 @@ class Agent:
         self._stores.append(store)
         return f"127.0.0.1:{store.port}"
 
-    def _start(self, rank: int, store: str, join: bool) -> None:
+    def _start(self, rank: int, store: str, join: bool, spare: bool = False) -> None:
         incarnation = sum(worker.rank == rank for worker in self.everyone)
         mine, theirs = Channel.pair()
         page = ProgressPage.create(f"phalanx-test-{rank}")
@@ -200,7 +203,7 @@ class Agent:
             env["PHALANX_JOIN"] = "1"
             unset.remove("PHALANX_JOIN")
         kept = self.kept.get(rank, {})
-        if kept:
+        if kept and not spare:
             env["PHALANX_KEPT"] = ",".join(kept)
             unset.remove("PHALANX_KEPT")
             mine.send("kept", tuple(kept.values()), names=list(kept))
@@ -217,13 +220,18 @@ class Agent:
         theirs.close()
         worker = Worker(rank, incarnation, pid, mine, page, os.pidfd_open(pid), status, born)
         worker.joining = join
-        self.workers[rank] = worker
+        if spare:
+            self.spare = worker
+        else:
+            self.workers[rank] = worker
         self.everyone.append(worker)
 
     def start(self) -> None:
         store = self._store()
         for rank in range(self.world):
             self._start(rank, store, join=False)
+        if self.standby:
+            self._start(0, store, join=True, spare=True)
 
     def living(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.died is None]
@@ -261,7 +269,8 @@ class Agent:
     def _wait(self, timeout: float) -> None:
         poll = select.poll()
         where: dict[int, Worker] = {}
-        for worker in self.living():
+        spare = [] if self.spare is None or self.spare.died is not None else [self.spare]
+        for worker in [*self.living(), *spare]:
             poll.register(worker.pidfd, select.POLLIN)
             poll.register(worker.channel, select.POLLIN)
             where[worker.pidfd] = where[worker.channel.fileno()] = worker
@@ -381,7 +390,13 @@ class Agent:
             self._send(worker, "leave", generation=old)
         store = self._next()
         for rank, worker in list(self.workers.items()):
-            if worker.died is not None:
+            if worker.died is not None and self.spare is not None and self.spare.hello:
+                spare, self.spare = self.spare, None
+                spare.rank = rank
+                self.workers[rank] = spare
+                kept = self.kept.get(rank, {})
+                spare.channel.send("kept", tuple(kept.values()), names=list(kept))
+            elif worker.died is not None:
                 self._start(rank, store, join=True)
         self._call_together(store)
 
@@ -448,9 +463,11 @@ class Agent:
             self._send(worker, "exit", code=3)
 
     def _end_all(self) -> None:
-        for worker in self.living():
+        spare = [] if self.spare is None or self.spare.died is not None else [self.spare]
+        everyone = [*self.living(), *spare]
+        for worker in everyone:
             os.kill(worker.pid, signal.SIGKILL)
-        for worker in self.living():
+        for worker in everyone:
             poll = select.poll()
             poll.register(worker.pidfd, select.POLLIN)
             assert poll.poll(10000), "a worker does not die"

@@ -186,11 +186,12 @@ def program_train(spec: dict[str, Any]) -> None:
         schedule = torch.optim.lr_scheduler.StepLR(optim, 3, 0.9)
         batches = job.batches(loader)
         job.protect(model=model, optim=optim, schedule=schedule)
-        trace = (folder / f"trace-{job.rank}.jsonl").open("a")
         if spec.get("hello"):
             (folder / f"loop-{job.rank}-{faults.incarnation}").touch()
         for step in job.steps(spec.get("steps", 8)):
             faults.step = int(step)
+            if int(step) == spec.get("gate"):
+                _await(folder / "ready")
             with step:
                 faults.at("data")
                 x, y = next(batches)
@@ -220,8 +221,8 @@ def program_train(spec: dict[str, Any]) -> None:
                     time.sleep(spec["pause"])
             if step.done:
                 line = {"step": int(step), "loss": loss.item().hex(), "grads": grads}
-                trace.write(json.dumps(line) + "\n")
-                trace.flush()
+                with (folder / f"trace-{job.rank}.jsonl").open("a") as trace:
+                    trace.write(json.dumps(line) + "\n")
             faults.at("between", int(step) + 1 if step.done else int(step))
         (folder / f"end-{job.rank}").write_text(
             json.dumps(
@@ -234,6 +235,12 @@ def program_train(spec: dict[str, Any]) -> None:
                 }
             )
         )
+
+
+def _await(path: Path) -> None:
+    end = time.monotonic() + 20
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 def _strike_in_update(optim: Any, faults: Faults, due: dict[str, Any]) -> None:

@@ -59,6 +59,21 @@ def test_killed_while_blocked_in_a_collective(train, undisturbed):
     train(faults=faults).same_as(undisturbed())
 
 
+def test_a_standby_takes_any_rank(train, undisturbed):
+    """Built before the fault, as rank 0; becomes the one that died."""
+
+    def drive(agent):
+        agent.run_until(lambda: agent.spare.hello)
+        (agent.folder / "ready").touch()
+
+    run = train(
+        faults=[{**KILL, "rank": 2, "where": "mid-backward"}], standby=True, drive=drive, gate=3
+    )
+    run.same_as(undisturbed())
+    assert len(run.agent.everyone) == 5
+    assert run.agent.reports(2)[2]["local_state"] == "kept"
+
+
 def test_two_at_once(train, undisturbed):
     faults = [
         {**KILL, "rank": 0, "where": "mid-backward"},

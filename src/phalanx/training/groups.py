@@ -409,6 +409,7 @@ class Group(ProcessGroup):
         self._fabric = fabric
         self._title = name
         self._about = "undefined"
+        self._rank = rank
         #: global ranks, in group order; empty: the whole world
         self.members = ranks
         self.timeout = timeout
@@ -419,6 +420,9 @@ class Group(ProcessGroup):
 
     def name(self) -> str:
         return BACKEND
+
+    def rank(self) -> int:
+        return self._rank
 
     def _set_group_name(self, name: str) -> None:
         self._title = name
@@ -504,6 +508,17 @@ class Fabric:
     def forget(self, group: Group) -> None:
         self.groups.pop(group.group_name, None)
         group._inner = None
+
+    def assume(self, rank: int) -> bool:
+        """Be another rank than the one built for; possible while there is no group but the
+        world. False: it is not."""
+        if self._condition != "alone" or any(group.members for group in self.groups.values()):
+            return False
+        self.rank = rank
+        for group in self.groups.values():
+            group._rank = rank
+            group._inner = self._echo(group)
+        return True
 
     @property
     def condition(self) -> str:

@@ -195,8 +195,10 @@ class Link:
                 timeout,
             )
 
-    def await_word(self, beyond: int, timeout: float) -> Join | Dump:
+    def await_word(self, beyond: int, timeout: float | None) -> Join | Dump:
         """The newest ``join`` to a generation higher than ``beyond``, or a ``dump``.
+
+        ``timeout`` None: as long as the agent lives.
 
         :raises AgentGone: end of file. :raises NoWord: ``timeout`` seconds are over.
         :raises SystemExit: the agent said ``exit``.

@@ -7,6 +7,7 @@ and keeps the books of each step.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ dist: Any = torch.distributed
 
 NOTHING = -(1 << 40)  # in a row of numbers: none
 _ROW = 7
+_SLATE_BYTES = 64 << 10
 _MOST_TRIES = 100
 
 
@@ -90,6 +92,7 @@ class Member:
         self._guard: state.BufferGuard | None = None
         self._slate: Slate | None = None
         self._snapshots: Slate | None = None
+        self._kept: dict[str, int] = {}
         self._checkpoints = checkpoints
         self._finished: int | None = None  # last finished step; None: no state yet
         self._finished_here = 0  # steps that this process has finished
@@ -205,17 +208,53 @@ class Member:
     def _word(self, lost: str) -> Join:
         assert self._link is not None
         beyond = self.generation - 1 if self.joining else self.generation
-        while isinstance(join := self._link.await_word(beyond, self._decision_timeout), Dump):
+        # Who waits to be let in for the first time may be a standby: that takes as long as
+        # nothing happens.
+        limit = None if self.joining else self._decision_timeout
+        while isinstance(join := self._link.await_word(beyond, limit), Dump):
             self._dump(join)
-        if join.rank != self.rank or join.world != self.world:
+        if join.world != self.world or (join.rank != self.rank and not self._assume(join.rank)):
             raise LostState(
                 f"called as rank {join.rank} of {join.world}, but this process was built as rank "
                 f"{self.rank} of {self.world}"
             )
+        if self._slate is None:
+            self._kept = self._link.await_kept(0.0)
+            self._open_slates()
         if self._recovery is None:
             self._recovery = Recovery(join.generation)
             self._fault_at = time.monotonic()
         return join
+
+    def _any_rank(self) -> bool:
+        """Whether this process, built alone, could be any rank: nothing in it depends on it."""
+        return (
+            self.joining
+            and self._fabric is not None
+            and not any(group.members for group in self._fabric.groups.values())
+            and not any(state._is_dtensor(parameter) for parameter in self._protected.parameters())
+        )
+
+    def _assume(self, rank: int) -> bool:
+        """Become ``rank``. False if this process cannot."""
+        if not self._any_rank() or self._fabric is None or not self._fabric.assume(rank):
+            return False
+        self.rank = rank
+        os.environ["RANK"] = str(rank)
+        self._protected.assume(rank)
+        return True
+
+    def _open_slates(self) -> None:
+        """What earlier processes of this rank have kept, or fresh memory."""
+        assert self._link is not None
+        self._slate = _attach(self._kept.pop("slate", -1))
+        if self._slate is None:
+            self._slate = Slate.create(f"phalanx-slate-{self.rank}", _SLATE_BYTES)
+            self._link.say("keep", (self._slate.fd,), name="slate", size=self._slate.size)
+        self._snapshots = _attach(self._kept.pop("snapshots", -1))
+        for rest in self._kept.values():
+            os.close(rest)
+        self._kept.clear()
 
     def _shard(self) -> int:
         return self._protected.shard(self.rank, self.world, self._replicas)
@@ -531,3 +570,14 @@ def _broadcast(group: Any, source: int, rank: int, text: bytes) -> bytes:
 
 def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _attach(fd: int) -> Slate | None:
+    if fd < 0:
+        return None
+    try:
+        return Slate.attach(fd)
+    except ValueError as error:
+        log.warning("memory kept for this rank cannot be used: %s", error)
+        os.close(fd)
+        return None

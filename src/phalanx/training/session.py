@@ -40,7 +40,6 @@ log = logging.getLogger("phalanx.training")
 dist: Any = torch.distributed
 
 CAPABILITIES = ("leave", "join", "retry", "recover-in-place", "stop_at", "dump", "keep")
-_SLATE_BYTES = 64 << 10
 
 
 class Step(int):
@@ -96,7 +95,6 @@ class Job(Member):
         self.local_rank = int(os.environ.get("LOCAL_RANK", str(self.rank)))
         #: whether the loop ended because the agent asked for it
         self.stopped = False
-        self._kept: dict[str, int] = {}
         self._after_written = False
         self._updates_per_step = 0
         self._in_loop = False
@@ -138,8 +136,6 @@ class Job(Member):
             self._page.beat(phase="start", generation=self.generation)
         self._fabric = Fabric(self.rank, self.world, connect_timeout=self._regroup_timeout)
         link.start()
-        if os.environ.get("PHALANX_KEPT"):
-            self._kept = link.await_kept(30.0)
         install(self._fabric)
         dist.init_process_group(
             BACKEND,
@@ -150,6 +146,8 @@ class Job(Member):
         )
         self.joining = os.environ.get("PHALANX_JOIN") == "1"
         if not self.joining:
+            if os.environ.get("PHALANX_KEPT"):
+                self._kept = link.await_kept(30.0)
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             self._fabric.connect(self.generation, where)
 
@@ -309,7 +307,8 @@ class Job(Member):
             if self._checkpoints is not None:
                 self._resume_plain(start)
             return
-        self._open_slates()
+        if not self.joining:
+            self._open_slates()
         # The state before the first step is one like any other: a newcomer gets it from others.
         self._finished = None if self.joining else start - 1
         link.say(
@@ -318,22 +317,11 @@ class Job(Member):
             rank=self.rank,
             capabilities=list(CAPABILITIES),
             waiting=self.joining,
+            any_rank=self._any_rank(),
         )
         self._fault_at = time.monotonic()
         self._come_together(connected=not self.joining, first=not self.joining)
         self.joining = False
-
-    def _open_slates(self) -> None:
-        assert self._link is not None
-        fd = self._kept.pop("slate", -1)
-        self._slate = _attach(fd)
-        if self._slate is None:
-            self._slate = Slate.create(f"phalanx-slate-{self.rank}", _SLATE_BYTES)
-            self._link.say("keep", (self._slate.fd,), name="slate", size=self._slate.size)
-        self._snapshots = _attach(self._kept.pop("snapshots", -1))
-        for rest in self._kept.values():
-            os.close(rest)
-        self._kept.clear()
 
     # -- one step --------------------------------------------------------------------
 
@@ -574,17 +562,6 @@ class Job(Member):
         assert self._checkpoints is not None
         newest = self._checkpoints.newest()
         return NOTHING if newest is None else newest
-
-
-def _attach(fd: int) -> Slate | None:
-    if fd < 0:
-        return None
-    try:
-        return Slate.attach(fd)
-    except ValueError as error:
-        log.warning("memory kept for this rank cannot be used: %s", error)
-        os.close(fd)
-        return None
 
 
 @contextlib.contextmanager

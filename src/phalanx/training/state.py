@@ -87,6 +87,13 @@ class Protected:
                 f"optimizer, a tensor, or an object with state_dict() and load_state_dict()"
             )
 
+    def assume(self, rank: int) -> None:
+        """Samplers that deal out data by rank are told another one."""
+        for thing in self.small.values():
+            sampler = getattr(thing, "_sampler", thing)
+            if isinstance(getattr(sampler, "rank", None), int):
+                sampler.rank = rank
+
     # -- replicas ------------------------------------------------------------
 
     def shard(self, rank: int, world: int, given: Sequence[Sequence[int]] | None) -> int:
