@@ -133,7 +133,9 @@ def test_stop_ends_although_somebody_writes_on(tmp_path):
     sink = Sink()
     tail = TailLog("w", {0: str(path)}, sink).start()
     sink.wait_for("more")
+    started = time.monotonic()
     tail.stop()
+    assert time.monotonic() - started < 5  # else it gave up after ten
     stop.set()
     writer.join()
     assert tail.stopped()

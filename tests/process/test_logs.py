@@ -56,6 +56,18 @@ def test_cutter_does_not_care_how_the_bytes_arrive(data, where):
     assert [*halves.feed(data[:where]), *halves.feed(data[where:]), halves.flush()] == expected
 
 
+@given(st.lists(st.text(alphabet="ab\n\r", max_size=12)), st.integers(4, 30))
+def test_cutter_fed_in_whole_says_the_same(texts, longest):
+    one, other = LineCutter(longest), LineCutter(longest)
+    expected, seen = b"", b""
+    for data in (text.encode() for text in texts):
+        expected += b"".join(one.feed(data))
+        whole = other.feed_whole(data)
+        seen += b"".join(other.feed(data)) if whole is None else whole
+        assert other.pending == one.pending or len(one.pending) < len(other.pending) <= longest
+    assert seen + other.flush() == expected + one.flush()
+
+
 @pytest.mark.parametrize(
     ("data", "lines", "rest"),
     [

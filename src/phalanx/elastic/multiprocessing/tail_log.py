@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from phalanx.process.logs import LineCutter
+from phalanx.process.logs import LineCutter, line_text
 
 __all__ = ["TailLog", "tail_logfile"]
 
@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 _CHUNK = 64 * 1024
 _STOP_LIMIT = 10.0  # seconds that a destination may take to accept the last lines
+
+
+def _every_line(line: str) -> bool:
+    return True
+
 
 _IN_MODIFY = 0x002
 _IN_MOVED_TO = 0x080
@@ -86,7 +91,7 @@ class _Follower:
         self.header = header
         self.path = path
         self._dst = dst
-        self._filter = line_filter
+        self._filter = None if line_filter is _every_line else line_filter
         self._fd = -1
         self._cutter = LineCutter()
 
@@ -110,7 +115,7 @@ class _Follower:
         left = max(status.st_size - here, 0)
         while True:
             data = os.read(self._fd, min(_CHUNK, left) or 1)
-            self._write(self._cutter.feed(data))
+            self._take(data)
             left -= len(data)
             if not data or left <= 0:
                 return
@@ -123,7 +128,7 @@ class _Follower:
             self.copy()
             rest = self._cutter.flush()
             if rest:
-                self._write([rest])
+                self._write(self._shown(rest))
         finally:
             self.close()
 
@@ -132,15 +137,22 @@ class _Follower:
             os.close(self._fd)
             self._fd = -1
 
-    def _write(self, lines: list[bytes]) -> None:
-        wanted = []
-        for line in lines:
-            text = line.rstrip(b"\r\n").decode("utf-8", "replace") + "\n"
-            if self._filter is None or self._filter(text):
-                wanted.append(self.header + text)
-        if not wanted:
+    def _take(self, data: bytes) -> None:
+        whole = self._cutter.feed_whole(data) if self._filter is None else None
+        if whole is None:
+            self._write("".join(map(self._shown, self._cutter.feed(data))))
+        elif whole:
+            text = whole[:-1].decode("utf-8", "replace").replace("\n", f"\n{self.header}")
+            self._write(f"{self.header}{text}\n")
+
+    def _shown(self, line: bytes) -> str:
+        """What of a line is to be shown, prefix and end included; nothing if it is not wanted."""
+        text = line_text(line) + "\n"
+        return self.header + text if self._filter is None or self._filter(text) else ""
+
+    def _write(self, text: str) -> None:
+        if not text:
             return
-        text = "".join(wanted)
         try:
             self._dst.write(text)
         except UnicodeEncodeError:  # a console that is not UTF-8
@@ -192,7 +204,7 @@ class TailLog:
         dst: TextIO,
         log_line_prefixes: Mapping[int, str] | None = None,
         interval_sec: float = 0.1,
-        log_line_filter: Callable[[str], bool] = lambda _: True,
+        log_line_filter: Callable[[str], bool] = _every_line,
     ) -> None:
         self._name = name
         self._dst = dst
