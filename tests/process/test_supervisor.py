@@ -547,6 +547,21 @@ def test_when_the_keeper_is_killed_all_goes_and_another_takes_over(scene, family
     assert worker.returncode == 2
 
 
+def test_a_start_that_meets_a_dead_keeper_leaves_nothing_behind(scene):
+    supervisor = scene.supervisor()
+    keeper = supervisor._keeper.pid
+    os.kill(keeper, signal.SIGKILL)
+    os.waitid(os.P_PID, keeper, os.WEXITED | os.WNOWAIT)
+    order = scene.order(Program(argv=("sleep", "300")))
+    with pytest.raises(SupervisorError, match="keeper is lost"):
+        supervisor.start([order])
+    (lost,) = supervisor.wait(0)
+    assert isinstance(lost, KeeperLost) and lost.returncode == -signal.SIGKILL
+    supervisor.open()
+    (worker,) = supervisor.start([order])
+    assert worker.alive and worker.incarnation == 0
+
+
 AGENT = """
 import json, os, sys
 from phalanx.process.preload import PreloadPlan

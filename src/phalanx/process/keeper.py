@@ -549,12 +549,10 @@ class Keeper:
         elif kid.role == "store":
             self.tell({"ev": "store_gone", "id": kid.id, "status": status})
         elif kid.role == "nursery":
-            self.tell({"ev": "helper_gone", "pid": kid.pid})
             self.hear_nursery()
             if self.nursery is not None and kid.pid == self.nursery_pid:
                 self.nursery_died()  # a stray fork of it may keep the socket open
         elif kid.role == "standby":
-            self.tell({"ev": "helper_gone", "pid": kid.pid})
             self.standbys.remove(kid)
             assert kid.line is not None
             kid.line.close()

@@ -276,8 +276,10 @@ class Supervisor:
         self._stores: dict[int, StoreProcess] = {}
         self._watchers: list[threading.Thread] = []
         self._orphans: dict[int, int] = {}  # pidfd to pid; of a lost keeper
-        self._helpers: set[int] = set()  # pids of the keeper's own children
-        self._sessions: set[int] = set()  # led by children of a lost keeper
+        # Sessions that children of the keeper have led of late. A zombie of a lost keeper
+        # shows whose it was by nothing else.
+        self._sessions: deque[int] = deque(maxlen=1000)
+        self._killed: set[tuple[int, int]] = set()  # of a lost keeper: pid and start
 
     def __enter__(self) -> Supervisor:
         self.open()
@@ -308,7 +310,7 @@ class Supervisor:
                 pids = [w.pid for w in self._workers.values()] + list(self._orphans.values())
                 raise SupervisorError(f"processes of the lost keeper do not die: {pids}")
             self._pump(left)
-        self._sessions.clear()
+        self._killed.clear()
         try:
             self._spawn()
         except BaseException:
@@ -490,6 +492,10 @@ class Supervisor:
                 },
                 list(fds.values()),
             )
+        except BaseException:
+            del self._workers[worker.id]
+            worker.channel.close()
+            raise
         finally:
             theirs.close()
             worker.page.close()  # the memory stays mapped
@@ -703,10 +709,7 @@ class Supervisor:
         self._pending.append(KeeperReady(report))
 
     def _on_helper(self, news: dict[str, Any], fds: list[int]) -> None:
-        self._helpers.add(news["pid"])
-
-    def _on_helper_gone(self, news: dict[str, Any], fds: list[int]) -> None:
-        self._helpers.discard(news["pid"])
+        self._sessions.append(news["pid"])
 
     def _on_started(self, news: dict[str, Any], fds: list[int]) -> None:
         worker = self._workers.get(news["id"])
@@ -719,7 +722,7 @@ class Supervisor:
         worker.ticks = news["ticks"]
         worker.warm = news["warm"]
         worker.pid = news["pid"]
-        self._helpers.discard(worker.pid)  # it was a standby
+        self._sessions.append(worker.pid)
 
     def _on_failed(self, news: dict[str, Any], fds: list[int]) -> None:
         worker = self._workers.get(news["id"])
@@ -738,6 +741,7 @@ class Supervisor:
         store = self._stores.get(news["id"])
         if store is not None:
             store.pid = news["pid"]
+        self._sessions.append(news["pid"])
 
     def _on_store_gone(self, news: dict[str, Any], fds: list[int]) -> None:
         store = self._stores.pop(news["id"], None)
@@ -835,12 +839,8 @@ class Supervisor:
         if why != "closed":
             reason = f"keeper (pid {keeper.pid}) is lost: {why}, {_say(returncode)}"
             self._pending.append(KeeperLost(returncode, reason))
-        self._sessions |= self._helpers
-        self._helpers.clear()
         for store in list(self._stores.values()):
             del self._stores[store.id]
-            if store.pid is not None:
-                self._sessions.add(store.pid)
             store.mark_gone(None)
             if not store.closing and why != "closed":
                 self._pending.append(StoreLost(store))
@@ -849,7 +849,6 @@ class Supervisor:
                 worker.failure = SupervisorError("the keeper was lost during the start")
                 continue
             # The death signal has killed it, unless the program has dropped it.
-            self._sessions.add(worker.pid)
             worker.signal(signal.SIGKILL)
             self._handle(worker.pidfd, partial(self._on_orphaned_worker, worker))
         self._adopt()
@@ -874,6 +873,7 @@ class Supervisor:
             self._orphans[pidfd] = pid
             for below in (*tree.descendants(pid), entry):
                 tree.kill(below)
+                self._killed.add((below.pid, below.start))
             self._handle(pidfd, partial(self._on_orphan_end, pidfd))
 
     def _on_orphan_end(self, pidfd: int) -> None:
@@ -884,7 +884,7 @@ class Supervisor:
 
     def _is_ours(self, root: tree.Stat) -> bool:
         for entry in (root, *tree.descendants(root.pid)):
-            if entry.session in self._sessions:
+            if entry.session in self._sessions or (entry.pid, entry.start) in self._killed:
                 return True
             if tree.environment_value(entry.pid, launch.KEEPER) == self._token:
                 return True
