@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "training"))
 
-import harness  # noqa: E402
+import small_agent  # noqa: E402
 
 from phalanx.recovery.ladder import Policy, Strategy  # noqa: E402
 
@@ -196,7 +196,7 @@ def run(nursery: Any, row: Row | None, spec: dict[str, Any]) -> tuple[Any, Path]
     folder = Path(tempfile.mkdtemp(prefix="phalanx-proof-"))
     faults = [] if row is None else [dict(fault) for fault in row.faults]
     policy = None if row is None else row.policy
-    agent = harness.Agent(nursery, WORLD, {**spec, "faults": faults}, folder, policy=policy)
+    agent = small_agent.Agent(nursery, WORLD, {**spec, "faults": faults}, folder, policy=policy)
     try:
         agent.start()
         if row is not None and row.drive is not None:
@@ -212,7 +212,7 @@ def main() -> int:
     options.add_argument("--only", default="", help="rows whose name has this text")
     options.add_argument("--out", default=str(ROOT / "bench" / "results" / "proof.json"))
     options = options.parse_args()
-    nursery = harness.Nursery()
+    nursery = small_agent.Nursery()
     undisturbed: dict[str, Any] = {}
     results: list[dict[str, Any]] = []
     print(f"{'model':22} {'fault':46} {'strategy':26} loss grad weights  lost  seconds")

@@ -26,14 +26,14 @@ def _load(name: str) -> Any:
 
 
 @pytest.fixture(scope="session")
-def harness() -> Any:
+def small_agent() -> Any:
     pytest.importorskip("torch")
-    return _load("harness")
+    return _load("small_agent")
 
 
 @pytest.fixture(scope="session")
-def nursery(harness: Any) -> Iterator[Any]:
-    nursery = harness.Nursery()
+def nursery(small_agent: Any) -> Iterator[Any]:
+    nursery = small_agent.Nursery()
     yield nursery
     nursery.close()
 
@@ -69,7 +69,7 @@ class Outcome:
 
 
 @pytest.fixture
-def train(harness: Any, nursery: Any, tmp_path: Path) -> Iterator[Callable[..., Outcome]]:
+def train(small_agent: Any, nursery: Any, tmp_path: Path) -> Iterator[Callable[..., Outcome]]:
     agents = []
     count = 0
 
@@ -88,7 +88,9 @@ def train(harness: Any, nursery: Any, tmp_path: Path) -> Iterator[Callable[..., 
         count += 1
         place = folder or tmp_path / str(count)
         place.mkdir(exist_ok=True)
-        agent = harness.Agent(nursery, world, spec, place, policy=policy, env=env, standby=standby)
+        agent = small_agent.Agent(
+            nursery, world, spec, place, policy=policy, env=env, standby=standby
+        )
         agents.append(agent)
         agent.start()
         if drive is not None:
@@ -106,7 +108,7 @@ _undisturbed: dict[str, Outcome] = {}
 
 @pytest.fixture
 def undisturbed(
-    harness: Any, nursery: Any, tmp_path_factory: pytest.TempPathFactory
+    small_agent: Any, nursery: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Outcome]:
     """The same run without faults; done once per kind."""
 
@@ -115,7 +117,7 @@ def undisturbed(
         key = json.dumps([world, spec], sort_keys=True)
         if key not in _undisturbed:
             place = tmp_path_factory.mktemp("undisturbed")
-            agent = harness.Agent(nursery, world, spec, place)
+            agent = small_agent.Agent(nursery, world, spec, place)
             try:
                 agent.start()
                 agent.run(40)

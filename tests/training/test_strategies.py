@@ -159,7 +159,7 @@ def test_a_stopped_rank_is_killed_and_replaced(train, undisturbed):
     run.same_as(undisturbed())
 
 
-def test_the_agent_goes_away(train, harness):
+def test_the_agent_goes_away(train):
     """End of file on the channel is no fault as long as nothing else happens."""
 
     def drive(agent):
@@ -172,7 +172,7 @@ def test_the_agent_goes_away(train, harness):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_without_an_agent_the_same_results(nursery, undisturbed, tmp_path, world, harness):
+def test_without_an_agent_the_same_results(nursery, undisturbed, tmp_path, world):
     """Under torchrun, or alone: no channel, no recovery, the same numbers."""
     import select
 

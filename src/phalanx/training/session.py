@@ -432,12 +432,8 @@ class Job(Member):
             self._snapshot()
         if link is not None and link.stop_at is not None and self._last() >= link.stop_at:
             self.stopped = True
-        if (
-            self._checkpoints is not None
-            and self._checkpoint_every
-            and done % self._checkpoint_every == 0
-            and not self._interrupted
-        ):
+        regular = self._checkpoint_every and done % self._checkpoint_every == 0
+        if self._checkpoints is not None and not self._interrupted and (regular or self.stopped):
             self._save_or_interrupt()
 
     # Schedulers stand between the update and the end of the step. When only what comes after the

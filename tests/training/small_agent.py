@@ -37,7 +37,7 @@ class Nursery:
         with other:
             os.set_inheritable(other.fileno(), True)
             self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "harness.py"), str(other.fileno())],
+                [sys.executable, str(HERE / "small_agent.py"), str(other.fileno())],
                 pass_fds=[other.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
             )
