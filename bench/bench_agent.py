@@ -114,7 +114,7 @@ def restart(reps: int, kills: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=2, help="restarts per run")
+    parser.add_argument("--kills", type=int, default=1, help="restarts per run")
     parser.add_argument("--only", default="launch,notice,restart")
     options = parser.parse_args()
     parts = options.only.split(",")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.process.program import Program
+from phalanx.recovery.deadlines import Limits
 
 
 @dataclass(frozen=True)
@@ -44,4 +45,5 @@ class JobConfig:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     local_addr: str | None = None
+    hang_limits: Limits | None = None
     environment: Mapping[str, str] = field(default_factory=dict)

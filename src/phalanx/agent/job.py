@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.agent import policy, report
 from phalanx.agent.config import JobConfig
 from phalanx.agent.console import Console, seconds
+from phalanx.agent.hangs import HangWatch
 from phalanx.agent.signals import JobSignals
 from phalanx.agent.streams import Streams
 from phalanx.elastic.agent.server import worker_env
@@ -143,6 +145,8 @@ class JobAgent(SimpleElasticAgent):
         self._oom: OomWatch | None = None
         self._marks: dict[int, Mark] = {}  # by worker id
         self._stacks: Path | None = None
+        self._hangs = HangWatch(config.hang_limits) if config.hang_limits else None
+        self._ending: set[int] = set()  # worker ids whose stacks are being saved
         supervisor.on_turn = health.tick
 
     # ------------------------------------------------------------------ starting
@@ -374,6 +378,9 @@ class JobAgent(SimpleElasticAgent):
             self._advance(_episodes().Tick())
         if self._recovery is not None:
             self._see_recovered(now)
+        if self._hangs is not None:
+            for rank, why in self._hangs.look(self._workers.values(), now).items():
+                self._end_hung(self._workers[rank], why)
 
     def _take(self, happening: Any) -> None:
         """One thing that happened."""
@@ -615,6 +622,27 @@ class JobAgent(SimpleElasticAgent):
         )
 
     # ------------------------------------------------------------------ hangs
+
+    def _end_hung(self, worker: WorkerProcess, why: str) -> None:
+        """Save the stacks of all, then kill this one: the rest is a death like any other."""
+        if worker.id in self._ending:
+            return
+        self._ending.add(worker.id)
+
+        def end() -> None:
+            saved = self._save_stacks()
+            self._hung[worker.id] = f"hung: {why}"
+            self.events.record(
+                "worker_hung",
+                local_rank=worker.local_rank,
+                pid=worker.pid,
+                why=why,
+                stacks=[str(p) for p in saved],
+            )
+            worker.signal(signal.SIGKILL)
+
+        # looking into every process takes a while: the loop goes on meanwhile
+        threading.Thread(target=end, name="phalanx-stacks", daemon=True).start()
 
     def _worker_of(self, pid: int) -> WorkerProcess | None:
         """The living worker that this process is, or is a child of. From any thread."""

@@ -161,6 +161,15 @@ OPTIONS: tuple[Option, ...] = (
         first=True,
     ),
     Option(
+        ("--hang-timeout",),
+        "auto",
+        "silence that counts as a hang: auto, off, seconds, or PHASE=SECONDS,... (docs/hangs.md)",
+        str,
+        "S",
+        "recovery",
+        env="PHALANX_HANG_TIMEOUT",
+    ),
+    Option(
         ("--monitor-interval",),
         0.1,
         "longest wait of the agent's loop in seconds (deaths are noticed at once)",

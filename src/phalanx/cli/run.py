@@ -69,6 +69,12 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         raise UsageError(
             f"--local-ranks-filter is numbers with commas, not {a.local_ranks_filter!r}"
         ) from None
+    from phalanx.agent.hangs import limits_from
+
+    try:
+        hang_limits = limits_from(a.hang_timeout)
+    except ValueError as error:
+        raise UsageError(f"--hang-timeout: {error}") from None
     return JobConfig(
         program=program_of(a, env),
         nproc=nproc,
@@ -98,6 +104,7 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         master_addr=a.master_addr,
         master_port=port,
         local_addr=a.local_addr,
+        hang_limits=hang_limits,
         environment=threads(nproc, env),
     )
 
