@@ -440,3 +440,36 @@ def test_a_reader_that_reads_nothing_loses_its_stream(monkeypatch):
         await hub.close()
 
     run(play())
+
+
+def test_keep_alives_come_at_each_ones_pace():
+    async def play():
+        hub = hub_of(keep_alive=100)
+
+        def wake():
+            if not hub._beat.done():
+                hub._beat.set_result(None)
+
+        slow = hub.subscribe(await job(hub, "slow"), "peer slow")
+        none = hub.subscribe(await job(hub, "none"), "peer none", beat=-1)
+        await asyncio.sleep(0.02)
+        quick = hub.subscribe(await job(hub, "quick"), "peer quick", beat=1)
+        quick.beat = 0.03
+        hub._beats[0] = (hub.now(), *hub._beats[0][1:])
+        wake()
+        while not quick.queue:
+            await asyncio.sleep(0.01)
+        message = pb.ProcessManageSignal.FromString(quick.queue.popleft()[0])
+        assert (message.signalType, message.jobId) == ("keep-alive", "quick")
+        while not quick.queue:
+            await asyncio.sleep(0.01)
+        assert not slow.queue and not none.queue
+        for _ in range(500):
+            hub.unsubscribe(hub.entries["slow"], slow)
+            slow = hub.subscribe(hub.entries["slow"], "peer slow")
+        wake()
+        while len(hub._beats) > 64 + 4 * 3:
+            await asyncio.sleep(0.01)
+        await hub.close()
+
+    run(play())

@@ -34,7 +34,8 @@ log = logging.getLogger("phalanx.controller")
 
 _QUEUE = 256  # signals a stream may be behind
 _CLOSE_GRACE = 2.0
-_SLOTS = 20  # keep-alives are spread over this many moments of their interval
+_BEAT_MOMENT = 0.005
+_BEAT_BATCH = 25
 _JOURNAL_RETRY = 1.0
 _LINGER = 0.001  # a write this soon after the last one waits for more to write
 
@@ -112,7 +113,7 @@ class Feed:
 class Subscriber(Feed):
     """The stream that a job's signals go to, and who holds it."""
 
-    __slots__ = ("beat", "client", "incarnation", "keyed", "slot", "spoke")
+    __slots__ = ("beat", "client", "incarnation", "keyed", "spoke")
 
     def __init__(self, owner: str, client: str, incarnation: int, keyed: bool, beat: float) -> None:
         super().__init__(owner)
@@ -121,7 +122,6 @@ class Subscriber(Feed):
         self.keyed = keyed
         self.beat = beat  # seconds between keep-alives; 0: none
         self.spoke = 0.0
-        self.slot = -1
 
 
 class Entry:
@@ -190,8 +190,9 @@ class Hub:
         self._timer_handle: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._offset = time.time() - time.monotonic()
-        self._slots: list[set[Subscriber]] = [set() for _ in range(_SLOTS)]
-        self._next_slot = 0
+        self._beats: list[tuple[float, int, Subscriber]] = []
+        self._beat: asyncio.Future[None] | None = None
+        self._subscriptions = 0
         self._streams = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._later: dict[str, asyncio.TimerHandle] = {}
@@ -434,22 +435,29 @@ class Hub:
         self._set_timer()
 
     async def _keep_alives(self) -> None:
-        interval = self.options.keep_alive
-        if interval <= 0:
-            return
-        pause = interval / _SLOTS
-        slot = 0
+        loop = asyncio.get_running_loop()
+        beats = self._beats
         while True:
-            await asyncio.sleep(pause)
-            slot = (slot + 1) % _SLOTS
-            now = self.now()
-            for subscriber in list(self._slots[slot]):
-                if subscriber.queue or now - subscriber.spoke < subscriber.beat - pause:
+            # Those due within a moment go together; a few at a time, so that nobody waits
+            # behind them. A new subscriber that is due first ends the wait.
+            self._beat = loop.create_future()
+            wait = max(0.0, beats[0][0] - self.now()) + _BEAT_MOMENT if beats else None
+            await asyncio.wait({self._beat}, timeout=wait)
+            now, few = self.now(), _BEAT_BATCH
+            if len(beats) > 64 + 4 * self._streams:
+                beats[:] = [b for b in beats if b[2].end is None]
+                heapq.heapify(beats)
+            while beats and beats[0][0] <= now and few:
+                few -= 1
+                _, number, subscriber = heapq.heappop(beats)
+                if subscriber.end is not None:
                     continue
-                subscriber.spoke = now
-                job = self.entries.get(subscriber.owner[0])
-                uuid = job.job.uuid if job else ""
-                subscriber.put(wire.keep_alive(subscriber.owner[0], uuid))
+                if not subscriber.queue and now - subscriber.spoke >= subscriber.beat - 0.05:
+                    subscriber.spoke = now
+                    job_id = subscriber.owner[0]
+                    entry = self.entries.get(job_id)
+                    subscriber.put(wire.keep_alive(job_id, entry.job.uuid if entry else ""))
+                heapq.heappush(beats, (subscriber.spoke + subscriber.beat, number, subscriber))
 
     async def _expire(self) -> None:
         expiry = self.options.idle_expiry
@@ -613,28 +621,25 @@ class Hub:
                 if same
                 else f"superseded: {client or identity} holds job {entry.job.job_id} now"
             )
-            self._detach(old)
-        interval = self.options.keep_alive if beat == 0 else float(max(0, beat))
+        interval = self.options.keep_alive if beat == 0 else float(max(0, min(beat, 300)))
         new = Subscriber((entry.job.job_id, identity), client, incarnation, keyed, interval)  # type: ignore[arg-type]
         new.spoke = now
+        self._subscriptions += 1
         if interval > 0:
-            new.slot = self._next_slot
-            self._next_slot = (self._next_slot + 1) % _SLOTS
-            self._slots[new.slot].add(new)
+            heapq.heappush(self._beats, (now + interval, self._subscriptions, new))
+            first = self._beats[0][2] is new
+            if first and self._beat is not None and not self._beat.done():
+                self._beat.set_result(None)
         self._streams += 1
         entry.subscriber = new
         self.apply(entry, m.Subscribed(client or identity, incarnation, keyed))
         return new
 
-    def _detach(self, subscriber: Subscriber) -> None:
-        if subscriber.slot >= 0:
-            self._slots[subscriber.slot].discard(subscriber)
-            subscriber.slot = -1
-
     def unsubscribe(self, entry: Entry, subscriber: Subscriber) -> None:
         """The stream has ended."""
         self._streams -= 1
-        self._detach(subscriber)
+        if subscriber.end is None:
+            subscriber.end = ""  # its keep-alives end too
         if entry.subscriber is subscriber:
             entry.subscriber = None
             entry.refused.clear()
