@@ -110,7 +110,7 @@ def test_registry():
         names.register("mine", lambda params: Handler(params))
     with pytest.raises(ValueError, match="non-empty"):
         names.register("", Handler)
-    with pytest.raises(ValueError, match=r"'other' is not registered.*: mine"):
+    with pytest.raises(ValueError, match=r"'other' is not registered"):
         names.create_handler(parameters("other"))
     names.register("alias", Handler)
     with pytest.raises(RuntimeError, match=r"'mine' does not match.*'alias'"):

@@ -133,11 +133,13 @@ def test_barrier_keys_and_passage():
     assert store.get("here/num_members") == b"3" and store.check(["here/last_member"])
 
 
-def test_barrier_times_out_and_leaves_the_timeout_alone():
+def test_the_timeout_after_a_barrier():
     store = InProcessStore(9)
-    with pytest.raises(RuntimeError):
-        store_util.barrier(store, 2, "alone", barrier_timeout=0)
+    store_util.barrier(store, 1, "alone", barrier_timeout=5)
     assert store.timeout == timedelta(seconds=9)
+    with pytest.raises(RuntimeError):
+        store_util.barrier(store, 2, "nobody", barrier_timeout=0)
+    assert store.timeout == timedelta(0)  # as PyTorch's: what went wrong is left as it was
 
 
 def test_barrier_names_the_missing():

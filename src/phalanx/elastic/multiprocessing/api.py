@@ -142,8 +142,10 @@ def _take_signals(holder: object) -> None:
     """Install the handler for the signals of the environment, until `_give_signals_back`."""
     if threading.current_thread() is not threading.main_thread():
         logger.warning(
-            "signals are not handled: Python allows it on the main thread only, and this is "
-            "another. A signal that ends this process gives the workers no time to save."
+            # PyTorch's words: its tests know them. A signal that ends this process then gives
+            # the workers no time to save; they are ended all the same.
+            "Failed to register signal handlers since torchelastic is running on a child thread. "
+            "This could lead to orphaned worker processes if the torchrun is terminated."
         )
         return
     state = _interruptions

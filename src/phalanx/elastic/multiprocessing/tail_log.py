@@ -190,6 +190,12 @@ def tail_logfile(
         watcher.close()
 
 
+class _Threads:
+    """Whether what follows was told to end; PyTorch's name and place for it."""
+
+    _shutdown = False
+
+
 class TailLog:
     """Follows ``log_files`` (path by local rank) from `start` to `stop`.
 
@@ -218,6 +224,7 @@ class TailLog:
         }
         self._watcher: _Watcher | None = None
         self._thread: threading.Thread | None = None
+        self._threadpool = _Threads() if log_files else None
         self._finished = False
         self._stopped = False
 
@@ -243,6 +250,8 @@ class TailLog:
                 )
             else:
                 self._watcher.close()
+        if self._threadpool is not None:
+            self._threadpool._shutdown = True
         self._stopped = True
 
     def stopped(self) -> bool:

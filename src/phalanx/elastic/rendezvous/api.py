@@ -214,7 +214,7 @@ class RendezvousParameters:
                 return False
         raise ValueError(
             f"The rendezvous configuration option '{key}' does not represent a valid boolean "
-            f"value: {value!r}."
+            "value."
         )
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
@@ -227,7 +227,7 @@ class RendezvousParameters:
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"The rendezvous configuration option '{key}' does not represent a valid integer "
-                f"value: {value!r}."
+                "value."
             ) from error
 
 
@@ -269,7 +269,7 @@ class RendezvousHandlerRegistry:
         except KeyError as error:
             raise ValueError(
                 f"The rendezvous backend '{params.backend}' is not registered. Did you forget to "
-                f"call `register`? Registered are: {', '.join(sorted(self._registry)) or 'none'}."
+                "call `register`?"
             ) from error
         handler = creator(params)
         if handler.get_backend() != params.backend:

@@ -1,9 +1,16 @@
-"""Reading endpoints and ``--rdzv-conf`` strings."""
+"""Reading endpoints and ``--rdzv-conf`` strings; what handlers written elsewhere build on."""
 
 from __future__ import annotations
 
+import random
 import re
 import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 __all__ = ["parse_rendezvous_endpoint"]
 
@@ -103,3 +110,73 @@ def _matches_machine_hostname(host: str) -> bool:
     addresses, _ = look_up(host)
     own_addresses, own_names = look_up(this_host)
     return host in own_names or host in own_addresses or bool(addresses & own_addresses)
+
+
+def _delay(seconds: float | tuple[float, float]) -> None:
+    """Back off for that long; of a pair, for a random time between the two."""
+    time.sleep(random.uniform(*seconds) if isinstance(seconds, tuple) else seconds)
+
+
+class _PeriodicTimer:
+    """Calls a function at regular intervals in a thread of its own, until cancelled or forgotten.
+
+    PyTorch's, for handlers written for it: it keeps their heartbeats.
+    """
+
+    def __init__(
+        self, interval: timedelta, function: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
+        self._name: str | None = None
+        self._cancelled = threading.Event()
+        self._work = (interval.total_seconds(), function, args, kwargs)
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The name of the thread."""
+        return self._name
+
+    def set_name(self, name: str) -> None:
+        """Name the thread; ``RuntimeError`` once it runs."""
+        self._refuse_if_started()
+        self._name = name
+
+    def start(self) -> None:
+        """Begin; ``RuntimeError`` the second time."""
+        self._refuse_if_started()
+        # The thread must not hold the timer, or it would never be forgotten.
+        thread = threading.Thread(
+            target=_repeat,
+            args=(self._cancelled, *self._work),
+            name=self._name or "PeriodicTimer",
+            daemon=True,
+        )
+        self._finalizer = weakref.finalize(self, _end_thread, thread, self._cancelled)
+        self._finalizer.atexit = False  # the thread ends with the process anyhow
+        thread.start()
+
+    def cancel(self) -> None:
+        """End, and wait until the function is not called any more; again: does nothing."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def _refuse_if_started(self) -> None:
+        if self._finalizer is not None:
+            raise RuntimeError("The timer has already started.")
+
+
+def _repeat(
+    cancelled: threading.Event,
+    interval: float,
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    while not cancelled.wait(interval):
+        function(*args, **kwargs)
+
+
+def _end_thread(thread: threading.Thread, cancelled: threading.Event) -> None:
+    cancelled.set()
+    if thread is not threading.current_thread():
+        thread.join()

@@ -26,12 +26,14 @@ def get_socket_with_port() -> socket.socket:
     for family, kind, proto, _, address in socket.getaddrinfo(
         "localhost", 0, type=socket.SOCK_STREAM
     ):
-        held = socket.socket(family, kind, proto)
+        held = None
         try:
-            held.bind(address)
+            held = socket.socket(family, kind, proto)
+            held.bind(("localhost", 0))
             held.listen(0)
         except OSError as error:
-            held.close()
+            if held is not None:
+                held.close()
             problems.append(f"{address[0]}: {error.strerror}")
         else:
             return held

@@ -101,28 +101,31 @@ def barrier(
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")
-    with store_timeout(store, barrier_timeout):
-        last = _barrier_nonblocking(store=store, world_size=world_size, key_prefix=key_prefix)
-        try:
-            store.wait([last])
-        except RuntimeError as error:
-            if rank is None or not is_store_error(error):
-                raise
-            missing = _try_detecting_missing_ranks(
-                store,
-                world_size,
-                key_prefix,
-                rank,
-                rank_tracing_decoder or str,
-                trace_timeout,
-            )
-            if missing is None:
-                raise
-            raise type(error)(
-                f"Timed out waiting on barrier on rank {rank}, for key prefix: {key_prefix} "
-                f"(world_size={world_size}, missing_ranks=[{', '.join(missing)}], "
-                f"timeout={barrier_timeout})"
-            ) from None
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=barrier_timeout))
+    last = _barrier_nonblocking(store=store, world_size=world_size, key_prefix=key_prefix)
+    try:
+        store.wait([last])
+    except RuntimeError as error:
+        if rank is None or not is_store_error(error):
+            raise
+        missing = _try_detecting_missing_ranks(
+            store,
+            world_size,
+            key_prefix,
+            rank,
+            rank_tracing_decoder or str,
+            trace_timeout,
+        )
+        if missing is None:
+            raise
+        raise type(error)(
+            f"Timed out waiting on barrier on rank {rank}, for key prefix: {key_prefix} "
+            f"(world_size={world_size}, missing_ranks=[{', '.join(missing)}], "
+            f"timeout={barrier_timeout})"
+        ) from None
+    # Only now: after an error PyTorch's leaves the store as it is, and is held to it by tests.
+    store.set_timeout(before)
 
 
 def _barrier_nonblocking(store: Store, world_size: int, key_prefix: str) -> str:
