@@ -107,6 +107,12 @@ def rows() -> Iterator[Row]:
         )
         yield Row(
             name,
+            "SIGKILL, second step, data, rank 1",
+            spec,
+            ({"rank": 1, "step": 1, "where": "data", "kind": "kill"},),
+        )
+        yield Row(
+            name,
             "SIGKILL, 2 ranks at once",
             spec,
             (kill(0, "mid-backward"), kill(3, "mid-backward")),

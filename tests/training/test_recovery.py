@@ -39,9 +39,13 @@ def test_killed_rank_is_replaced(train, undisturbed, rank, where):
     assert report["local_state"] == "kept"
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_first_and_last_steps(train, undisturbed, step):
-    run = train(faults=[{"step": step, "kind": "kill", "rank": 1, "where": "mid-backward"}])
+@pytest.mark.parametrize(
+    ("step", "kind", "where"),
+    [(0, "kill", "mid-backward"), (1, "kill", "mid-backward"), (1, "device", "data")],
+)
+def test_first_two_steps(train, undisturbed, step, kind, where):
+    """In the second DDP moves its buckets to execution order: some ranks have, some have not."""
+    run = train(faults=[{"step": step, "kind": kind, "rank": 0, "where": where}])
     run.same_as(undisturbed())
 
 

@@ -6,6 +6,7 @@ and keeps the books of each step.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
@@ -341,7 +342,7 @@ class Member:
                 snapshots[0],
                 snapshots[1],
                 NOTHING if newest is None else newest,
-                int(self._wrappers.settled),
+                self._layout_mark(),
             ],
             dtype=torch.int64,
         )
@@ -495,13 +496,22 @@ class Member:
         done = self._finished_here >= 2 and self._wrappers.ddp and self._rebuild is None
         return {"layouts": self._wrappers.layouts(self._fabric) if done else []}
 
+    def _layout_mark(self) -> int:
+        """A number for the bucket layouts of this rank's DDP wrappers; 0: they have not run a
+        whole step yet. A step that broke off can leave some ranks with buckets in the order of
+        execution and others still about to move there, so they are moved first."""
+        if not self._wrappers.ddp or not self._wrappers.settled or self._rebuild is not None:
+            return 0
+        text = codec.pack(self._wrappers.layouts(self._fabric))
+        return int.from_bytes(hashlib.sha256(text).digest()[:7], "big") | 1
+
     def _agree_layouts(self, group: Any, rows: list[list[int]]) -> None:
         """All DDP wrappers to one bucket layout: that of those who have run a step."""
         if not self._wrappers.ddp or self._rebuild is not None:
             return
         assert self._fabric is not None
         settled = [rank for rank, row in enumerate(rows) if row[6]]
-        if len(settled) == self.world:
+        if len(settled) == self.world and len({row[6] for row in rows}) == 1:
             return
         if not settled:
             self._wrappers.renew(self._fabric)
@@ -511,10 +521,7 @@ class Member:
         if self.rank == source:
             text = codec.pack(self._wrappers.layouts(self._fabric))
         text = _broadcast(group, source, self.rank, text)
-        if self.rank in settled:
-            if self.rank != source:
-                # The same move as at the source: to execution order, if that is still to come.
-                self._wrappers.settle(self._fabric)
+        if self.rank == source:
             return
         self._wrappers.adopt(codec.unpack(text), self._fabric)
 

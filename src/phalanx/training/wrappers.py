@@ -99,7 +99,10 @@ class DdpWrapper:
         return list(parameters)
 
     def rest(self) -> None:
-        """Idle, with the buckets as they are."""
+        """Idle, with the buckets in the order of execution if a whole step has been run: the
+        reset forgets that order where the move to it was still to come. Groups alone."""
+        if self.settled:
+            self.settle()
         self.ddp.reducer._reset_state()
         self.ddp.require_forward_param_sync = True
 
