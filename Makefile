@@ -4,7 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.made
 
-.PHONY: demo test test-repeat lint types conformance bench proof clean
+.PHONY: demo test test-repeat lint types conformance bench proof recovery-tour compat \
+	bench-training bench-controller generated clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +37,22 @@ bench: $(STAMP)  ## ours beside torchrun, in one run
 
 proof: $(STAMP)  ## faults at every place of a step, against the run without one, bit for bit
 	$(PY) bench/proof.py
+
+recovery-tour: $(STAMP)  ## every strategy of the recovery protocol and every fall-back, as a transcript
+	$(PY) examples/recovery_tour.py
+
+compat: $(STAMP)  ## doubles of the original server and clients against ours, and a fuzz
+	$(PY) -m compat
+
+bench-training: $(STAMP)  ## what a session costs, and a recovery in place
+	$(PY) bench/bench_training.py
+
+bench-controller: $(STAMP)  ## 10,000 jobs on one controller
+	$(PY) bench/bench_controller.py
+
+generated: $(STAMP)  ## the generated code and tables, anew
+	$(PY) -m phalanx.proto.generate
+	$(PY) -m phalanx.recovery.render docs/recovery-protocol.md
 
 clean:
 	rm -rf $(VENV) out build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
