@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -26,6 +27,31 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status (2: the command line itself was wrong)."""
+    _open_streams()
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:  # where no verb had taken the signal over (yet)
+        print("phalanx: stopped by SIGINT", file=sys.stderr)
+        return 130
+
+
+def _open_streams() -> None:
+    """Open standard streams that whoever started us has closed, on nothing.
+
+    Else their numbers would be taken by the next files and sockets that are opened, and
+    handed to workers as their streams.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            mode = os.O_WRONLY if number else os.O_RDONLY
+            os.set_inheritable(os.open(os.devnull, mode), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())

@@ -352,7 +352,7 @@ def _fresh_main() -> ModuleType:
 
 
 def _start_script(script: str) -> BaseException | int:
-    path = os.path.join(os.getcwd(), script)
+    path = os.path.join(_working_directory() or "", script)
     try:
         importer = pkgutil.get_importer(path)
     except Exception:

@@ -26,6 +26,7 @@ _MUTEX_AT = 64
 _BODY_AT = 192
 _END_AT = 320
 _PHASE_BYTES = 32
+_STEPS = 1 << 53  # no training has more
 
 # The first and the last field are the same counter: a reader that finds them different
 # has met the writer half way and reads again.
@@ -198,7 +199,7 @@ class ProgressPage:
         self._mutex.abandon(pid)
 
     def read(self) -> Progress:
-        """What the worker said last; never blocks."""
+        """What the worker said last; never blocks. What cannot be is left out."""
         for _ in range(100):
             (first, pid, step, beat_ns, beats, generation, first_beat, first_step, phase, last) = (
                 _BODY.unpack_from(self._map, _BODY_AT)
@@ -206,16 +207,19 @@ class ProgressPage:
             if first == last:
                 break
         ended, code = _END.unpack_from(self._map, _END_AT)
+        # A program that writes into memory it should not may have hit the page.
+        now = time.monotonic_ns()
+        beat_ns, first_beat = (at if at <= now else 0 for at in (beat_ns, first_beat))
         return Progress(
             pid,
-            None if step < 0 or first == 0 else step,
+            step if first and 0 <= step < _STEPS else None,
             phase.rstrip(b"\0").decode("utf-8", "replace"),
             beat_ns,
             beats,
             generation,
             code if ended else None,
             first_beat,
-            None if first_beat == 0 else first_step,
+            first_step if first_beat and 0 <= first_step < _STEPS else None,
         )
 
     def close(self) -> None:

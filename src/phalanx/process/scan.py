@@ -84,7 +84,14 @@ def scan(program: Program, cwd: str | None = None) -> ImportScan:
     """
     if not program.warmable:
         return ImportScan()
-    base = os.path.abspath(cwd or os.getcwd())
+    try:
+        base = os.path.abspath(cwd or os.getcwd())
+    except OSError as error:  # it was removed
+        name = program.module or program.script or ""
+        if not os.path.isabs(name):
+            why = f"the current directory cannot be read: {error.strerror}"
+            return ImportScan(problem=ScanProblem("missing", name, why))
+        base = os.path.dirname(name)
     if program.module is not None:
         first = base
         main = find_module(program.module, [base, *sys.path])

@@ -1,0 +1,153 @@
+"""``phalanx run`` with streams, folders and memory that are not as they should be."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import phalanx
+from phalanx import cli
+from phalanx.agent.console import Console
+from phalanx.process.page import ProgressPage
+from phalanx.process.supervisor import _KEEPER_CODE
+
+
+def shell(folder: Path, text: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Run ``text`` with ``$@`` for a run of ``script`` on two workers."""
+    (folder / "script.py").write_text(script)
+    run = ["run", "--nproc-per-node", "2", "--max-restarts", "0", str(folder / "script.py")]
+    return subprocess.run(
+        ["sh", "-c", text, "sh", sys.executable, "-m", "phalanx", *run],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        cwd=folder,
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_workers_have_streams_even_if_we_were_started_without(tmp_path, closed: str) -> None:
+    script = f"""
+import os, sys
+print("out"); print("err", file=sys.stderr)
+kinds = [os.path.basename(os.readlink(f"/proc/self/fd/{{n}}")) for n in range(3)]
+with open({str(tmp_path)!r} + "/kinds" + os.environ["RANK"], "w") as file:
+    print(*kinds, file=file)
+"""
+    assert shell(tmp_path, f'exec "$@" {closed}', script).returncode == 0
+    for rank in "01":
+        kinds = (tmp_path / f"kinds{rank}").read_text().split()
+        assert kinds[0] == "null"
+        assert not any("eventfd" in kind or "socket" in kind for kind in kinds)
+        if ">" in closed:
+            assert kinds[1] == "null"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("what", ["script.py", "-m this"])
+def test_a_removed_current_directory(tmp_path, what: str) -> None:
+    whole = str(tmp_path / "script.py") if what == "script.py" else what
+    text = f'mkdir gone && cd gone && rmdir ../gone && exec "$1" -m phalanx run {whole}'
+    done = shell(tmp_path, text, "print('here')")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_console_that_nobody_reads_does_not_hold_the_job_up(tmp_path, status: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nprint('x' * 200000, file=sys.stderr)\nsys.exit({status})\n")
+    reader, writer = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", "run", "--max-restarts", "0", str(script)],
+            stderr=writer,
+            timeout=40,
+        )
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert done.returncode == status
+
+
+def test_the_console_says_how_much_it_did_not_say() -> None:
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    with os.fdopen(reader, "rb") as pipe, os.fdopen(writer, "w") as stream:
+        console = Console(stream, colour=False)
+        begin = time.monotonic()
+        for number in range(300):
+            console.say(f"line {number}")
+        assert time.monotonic() - begin < 20  # one patience, not three hundred
+        early = os.read(pipe.fileno(), 65536).decode()
+        console.say("again")
+        late = os.read(pipe.fileno(), 65536).decode()
+    shown = early.count("phalanx: line ")
+    assert 0 < shown < 300
+    assert f"{300 - shown} lines" in late
+    assert late.endswith("phalanx: again\n")
+
+
+def test_an_interrupt_before_the_job_runs_is_no_traceback(monkeypatch, capsys) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["run", "x.py"]) == 130
+    assert capsys.readouterr().err == "phalanx: stopped by SIGINT\n"
+
+
+@pytest.mark.process
+def test_a_keeper_whose_agent_is_gone_already_leaves_without_a_word() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    root = os.path.dirname(os.path.dirname(phalanx.__file__))
+    with ours, theirs:
+        done = subprocess.run(
+            [sys.executable, "-c", _KEEPER_CODE, str(theirs.fileno()), str(gone.pid), root],
+            pass_fds=[theirs.fileno()],
+            capture_output=True,
+            timeout=30,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.process
+def test_a_program_that_writes_over_its_page_makes_no_nonsense_of_the_report(job) -> None:
+    run = job(
+        "--max-restarts 1",
+        """
+        import mmap
+        with mmap.mmap(int(os.environ["PHALANX_PROGRESS_FD"]), 4096) as page:
+            page[192:] = b"\\x7f" * (4096 - 192)
+        os._exit(3)
+        """,
+    )
+    assert run.wait() == 3
+    assert "at step" not in run.err
+    assert " h " not in run.err
+    assert "done again" not in run.err
+
+
+def test_a_page_full_of_anything_can_be_read() -> None:
+    for byte in (b"\x00", b"\x7f", b"\xff", b"\x80", b"\x01"):
+        page = ProgressPage.create("phalanx-test-break.1")
+        try:
+            page._map[192:] = byte * (len(page._map) - 192)
+            told = page.read()
+            assert told.step is None or 0 <= told.step < 2**53
+            assert told.beat_ns <= time.monotonic_ns()
+            assert told.first_beat_ns <= time.monotonic_ns()
+        finally:
+            page.close()
