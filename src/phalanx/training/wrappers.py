@@ -102,7 +102,11 @@ class DdpWrapper:
         """Idle, with the buckets in the order of execution if a whole step has been run: the
         reset forgets that order where the move to it was still to come. Groups alone."""
         if self.settled:
-            self.settle()
+            try:
+                self.settle()
+            except RuntimeError:
+                # A backward pass has begun, so the forward before it has made the move.
+                pass
         self.ddp.reducer._reset_state()
         self.ddp.require_forward_param_sync = True
 
