@@ -17,6 +17,7 @@ from phalanx.process.page import ProgressPage
 def test_stat_with_any_command_name(name):
     text = f"42 ({name}) Z 7 8 9 0 -1 4194564 " + " ".join(str(n) for n in range(10, 53))
     entry = tree.parse_stat(text.encode())
+    assert entry.name == name
     assert (entry.pid, entry.state, entry.ppid, entry.session) == (42, "Z", 7, 9)
     assert entry.flags & tree.PF_EXITING
     assert entry.threads == 20

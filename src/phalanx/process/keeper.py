@@ -43,6 +43,15 @@ _IGNORED = (
     signal.SIGPIPE,
 )
 
+# Like the keeper's own command line: nothing is imported from the current directory.
+_STORE_CODE = (
+    "import sys\n"
+    "if sys.path[:1]==['']:del sys.path[0]\n"
+    "if sys.argv[1] not in sys.path:sys.path.append(sys.argv[1])\n"
+    "from phalanx.torch_bridge.store_server import serve\n"
+    "serve(int(sys.argv[2]),sys.argv[3],int(sys.argv[4]))"
+)
+
 
 class Kid:
     """A child of the keeper that it knows."""
@@ -68,7 +77,8 @@ class Kid:
 class Keeper:
     """See the module."""
 
-    def __init__(self, sock: socket.socket, agent: int) -> None:
+    def __init__(self, sock: socket.socket, agent: int, root: str) -> None:
+        self.root = root
         self.pid = os.getpid()
         self.agent = sock
         self.poll = select.poll()
@@ -94,8 +104,11 @@ class Keeper:
 
         self.watch(sock.fileno(), self.hear_agent)
         # The socket alone is not enough: a fork of the agent may hold a copy of its end.
-        self.agent_pidfd = syscalls.pidfd_open(agent)
-        self.watch(self.agent_pidfd, self.agent_died)
+        try:
+            self.agent_pidfd = syscalls.pidfd_open(agent)
+            self.watch(self.agent_pidfd, self.agent_died)
+        except ProcessLookupError:
+            self.over = True
         if os.getppid() != agent:
             self.over = True
         self.wake, wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -430,7 +443,7 @@ class Keeper:
                 why = {"errno": news["errno"], "file": order["argv"][0], "text": ""}
                 self.start_failed(order, why)
             elif order["op"] == "store":
-                self.tell({"ev": "store_gone", "id": order["id"], "status": -1})
+                self.tell({"ev": "store_gone", "id": order["id"], "status": None})
             launch.close_all(kept)
             return
         pid = news["pid"]
@@ -483,24 +496,22 @@ class Keeper:
             self.exec_store(order, listener)
 
     def exec_store(self, order: dict[str, Any], listener: int) -> None:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(listener)
+            self.tell({"ev": "store_gone", "id": order["id"], "status": None})
+            return
         if pid == 0:
             try:
                 os.setsid()
                 launch.die_with(self.pid)
                 launch.reset_signals()
                 os.set_inheritable(listener, True)
-                os.execv(
-                    sys.executable,
-                    [
-                        sys.executable,
-                        "-m",
-                        "phalanx.torch_bridge.store_server",
-                        str(listener),
-                        order["host"],
-                        str(order["port"]),
-                    ],
-                )
+                words = (self.root, str(listener), order["host"], str(order["port"]))
+                os.execv(sys.executable, (sys.executable, "-c", _STORE_CODE, *words))
+            except BaseException:
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
             finally:
                 os._exit(127)
         os.close(listener)
@@ -671,7 +682,9 @@ class Keeper:
 
 
 def main(argv: list[str]) -> tuple[dict[str, Any], dict[str, str], Callable[[int], None]]:
-    """Be the keeper. ``argv``: the descriptor of the agent's socket, the agent's pid.
+    """Be the keeper.
+
+    ``argv``: the descriptor of the agent's socket, the agent's pid, where this package is.
 
     Returns only in a forked worker, with the arguments of `launch.become`.
     """
@@ -685,7 +698,7 @@ def main(argv: list[str]) -> tuple[dict[str, Any], dict[str, str], Callable[[int
     syscalls.set_subreaper(True)
     sock = socket.socket(fileno=fd)
     try:
-        Keeper(sock, int(argv[1])).run()
+        Keeper(sock, int(argv[1]), argv[2]).run()
     except launch.Become as found:
         return found.order, found.env, found.finish
     except BaseException:

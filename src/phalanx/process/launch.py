@@ -23,9 +23,18 @@ PROGRESS_FD = "PHALANX_PROGRESS_FD"
 WORKER = "PHALANX_WORKER"
 KEEPER = "PHALANX_KEEPER"
 
+_UNBORN = "phx-"
 _ADOPTION_SECONDS = 30.0
 # Only told to us: any signal that nobody else sends would do.
 ADOPTED = signal.SIGUSR1
+
+
+def unborn_name(token: str) -> str:
+    """What the processes of a keeper are named that are no worker yet.
+
+    Of a zombie nothing else is left by which the agent could know that it is one of them.
+    """
+    return (_UNBORN + token)[:15]
 
 
 def reset_signals(blocked: Iterable[int] = ()) -> None:
@@ -134,10 +143,11 @@ class Become(BaseException):
         self.finish = finish
 
 
-def warm_worker(order: dict[str, Any], fds: dict[str, int], keeper: int) -> NoReturn:
+def warm_worker(order: dict[str, Any], fds: dict[str, int], keeper: int, name: str) -> NoReturn:
     """All of a warm start but the program itself: raises `Become`.
 
-    Runs in a fork of the forker that has called `expect_adoption`.
+    Runs in a fork of the forker that has called `expect_adoption`. ``name`` is what the
+    process is to be called, that is as the interpreter's file.
     """
     from phalanx.process.channel import HELD, Channel, ChannelClosed
     from phalanx.process.page import ProgressPage
@@ -154,6 +164,7 @@ def warm_worker(order: dict[str, Any], fds: dict[str, int], keeper: int) -> NoRe
         channel.detach()  # the program makes its own object if it wants one
     await_adoption(keeper)
     python_signals()
+    syscalls.set_name(name)
     raise Become(order, environment(order, fds), page.finish)
 
 

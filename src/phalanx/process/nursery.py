@@ -33,6 +33,9 @@ def main(sock: socket.socket, plan: str, keeper: int) -> NoReturn:
     launch.die_with(keeper)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with open("/proc/self/comm") as comm:
+        name = comm.read().rstrip("\n")
+    syscalls.set_name(launch.unborn_name(os.environ[launch.KEEPER]))
     news = _prepare(plan)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whatever an import did
     wire.send(sock, {**news, "ev": "preloaded"})
@@ -49,7 +52,7 @@ def main(sock: socket.socket, plan: str, keeper: int) -> NoReturn:
             continue
         if pid == 0:
             try:
-                _forker(sock, nursery, keeper)
+                _forker(sock, nursery, keeper, name)
             except launch.Become:
                 raise
             except wire.Hangup:
@@ -96,19 +99,21 @@ def _prepare(plan: str) -> dict[str, Any]:
     }
 
 
-def _forker(sock: socket.socket, nursery: int, keeper: int) -> NoReturn:
+def _forker(sock: socket.socket, nursery: int, keeper: int, name: str) -> NoReturn:
     """Wait for an order, carry out what has come, leave. In a worker it raises `Become`."""
     # We ignore what the workers must not: held back, it waits until they can take it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     launch.die_with(nursery)
     item: tuple[dict[str, Any], list[int]] | None = _receive(sock)
     while item is not None:
-        _fork_one(sock, *item, keeper)
+        _fork_one(sock, *item, keeper, name)
         item = wire.receive(sock)
     os._exit(0)
 
 
-def _fork_one(sock: socket.socket, order: dict[str, Any], fds: list[int], keeper: int) -> None:
+def _fork_one(
+    sock: socket.socket, order: dict[str, Any], fds: list[int], keeper: int, name: str
+) -> None:
     try:
         pid = os.fork()
     except OSError as error:
@@ -120,7 +125,7 @@ def _fork_one(sock: socket.socket, order: dict[str, Any], fds: list[int], keeper
             launch.expect_adoption(keeper)
             os.setsid()
             sock.close()
-            _live(order, fds, keeper)
+            _live(order, fds, keeper, name)
         except launch.Become:
             raise
         except BaseException:
@@ -136,7 +141,7 @@ def _fork_one(sock: socket.socket, order: dict[str, Any], fds: list[int], keeper
         launch.close_all((pidfd, *fds))
 
 
-def _live(order: dict[str, Any], fds: list[int], keeper: int) -> NoReturn:
+def _live(order: dict[str, Any], fds: list[int], keeper: int, name: str) -> NoReturn:
     signal.set_wakeup_fd(-1)
     launch.reset_signals(blocked={launch.ADOPTED})
     if order["op"] == "standby":
@@ -154,4 +159,4 @@ def _live(order: dict[str, Any], fds: list[int], keeper: int) -> NoReturn:
 
         store_server.serve(fds[0], order["host"], order["port"])
         os._exit(0)
-    launch.warm_worker(order, dict(zip(order["fds"], fds, strict=True)), keeper)
+    launch.warm_worker(order, dict(zip(order["fds"], fds, strict=True)), keeper, name)

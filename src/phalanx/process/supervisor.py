@@ -260,7 +260,7 @@ class Supervisor:
         self._page_prefix = f"phalanx-{name}-{self._token}."
         self._python = tuple(python) or (sys.executable,)
         self._plan = plan
-        self._env = dict(os.environ if env is None else env)
+        self.env: Mapping[str, str] = dict(os.environ if env is None else env)  # the keeper's
         self._keeper: _Keeper | None = None
         self._opened = False
         self._epoll: select.epoll | None = None
@@ -334,7 +334,7 @@ class Supervisor:
             self._order({"op": "plan", "plan": self._plan.to_json()})
 
     def _spawn_keeper(self, theirs: socket.socket) -> int:
-        env = dict(self._env)
+        env = dict(self.env)
         for name in (launch.WORKER, launch.CHANNEL_FD, launch.PROGRESS_FD):
             env.pop(name, None)
         env[launch.KEEPER] = self._token
@@ -648,7 +648,7 @@ class Supervisor:
         try:
             wire.send(keeper.sock, message, fds)
         except wire.Hangup:
-            self._lose_keeper("it hung up")
+            self._on_keeper()  # what it told before counts
             raise SupervisorError("the keeper is lost; open() starts another") from None
         except BlockingIOError:
             syscalls.pidfd_send_signal(keeper.pidfd, signal.SIGKILL)
@@ -883,6 +883,8 @@ class Supervisor:
         self._adopt()
 
     def _is_ours(self, root: tree.Stat) -> bool:
+        if root.name == launch.unborn_name(self._token):
+            return True
         for entry in (root, *tree.descendants(root.pid)):
             if entry.session in self._sessions or (entry.pid, entry.start) in self._killed:
                 return True

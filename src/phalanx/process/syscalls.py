@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 
@@ -58,6 +59,14 @@ def prctl(option: int, value: int) -> None:
 def set_death_signal(signum: int) -> None:
     """Have the kernel send ``signum`` to the caller when the thread that made it ends."""
     prctl(PR_SET_PDEATHSIG, signum)
+
+
+def set_name(name: str) -> None:
+    """Set the calling thread's name, 15 bytes; for a main thread it is the process's."""
+    import ctypes
+
+    buffer = ctypes.create_string_buffer(name.encode()[:15])
+    prctl(PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def set_subreaper(on: bool) -> None:

@@ -21,11 +21,22 @@ class Stat:
     ``exit_code`` is a wait status, and 0 also when we may not know it.
     """
 
-    __slots__ = ("exit_code", "flags", "pid", "ppid", "session", "start", "state", "threads")
+    __slots__ = (
+        "exit_code",
+        "flags",
+        "name",
+        "pid",
+        "ppid",
+        "session",
+        "start",
+        "state",
+        "threads",
+    )
 
     def __init__(
         self,
         pid: int,
+        name: str,
         state: str,
         ppid: int,
         session: int,
@@ -35,6 +46,7 @@ class Stat:
         exit_code: int,
     ) -> None:
         self.pid = pid
+        self.name = name
         self.state = state
         self.ppid = ppid
         self.session = session
@@ -60,10 +72,13 @@ def _read(path: str) -> bytes:
 def parse_stat(text: bytes) -> Stat:
     """Parse one line of ``/proc/<pid>/stat``; a command name may hold anything, even ``)``."""
     close = text.rindex(b")")
-    pid = int(text[: text.index(b"(")])
+    start = text.index(b"(")
+    pid = int(text[:start])
+    name = text[start + 1 : close].decode("utf-8", "replace")
     rest = text[close + 2 :].split()
     return Stat(
         pid,
+        name,
         rest[0].decode(),
         int(rest[1]),
         int(rest[3]),

@@ -1,7 +1,7 @@
 """The store server: torch's ``TCPStore`` in a process of its own.
 
-``python -m phalanx.torch_bridge.store_server <fd> <host> <port>`` serves the listening
-socket ``fd`` until it is killed.
+The keeper forks it from what has imported torch, or runs it by
+``python -m phalanx.torch_bridge.store_server <fd> <host> <port>`` or the like.
 """
 
 from __future__ import annotations
