@@ -179,3 +179,16 @@ def test_any_order_of_events(steps: list[tuple[float, Event]], loop: bool) -> No
             if isinstance(effect, Kill):
                 state, _ = advance(state, Died(effect.rank, effect.why), now)
     assert next_deadline(state) is None
+
+
+def test_who_ends_in_the_middle_of_a_recovery_is_not_waited_for() -> None:
+    state, _ = walk(in_loop(), (1.0, Died(2, "was killed by SIGKILL", 51)))
+    state, effects = walk(state, (1.1, Finished(0)))
+    assert effects == [RestartGroup("rank 0 ended while the others waited for it")]
+
+
+def test_who_ends_after_its_good_step_harms_no_recovery() -> None:
+    state, _ = walk(in_loop(2), (1.0, Died(1, "was killed by SIGKILL", 51)))
+    events: list[tuple[float, Event]] = [(1.1, Hello(1, 2, True)), (1.2, GoodStep(0, 2, 52))]
+    state, effects = walk(state, *events, (1.3, Finished(0)), (1.4, GoodStep(1, 2, 52)))
+    assert [type(e) for e in effects] == [Recovered]

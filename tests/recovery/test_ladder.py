@@ -140,3 +140,12 @@ def test_total_bounded_and_never_impossible(faults):
         assert history.retries <= 3
         assert history.in_place <= 3
         assert history.restarts <= 2
+
+
+def test_a_good_step_ends_a_scene_whose_step_nobody_knew() -> None:
+    history = History()
+    for _ in range(10):
+        unknown = situation(Kind.DEATH, step=None)
+        decision = choose(Policy(), history, unknown)
+        assert decision.strategy is Strategy.IN_PLACE
+        history = good_step(after(history, decision, unknown.faults), 7)

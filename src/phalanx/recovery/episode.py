@@ -324,7 +324,11 @@ def advance(
     if isinstance(event, Fault):
         return _fault(state, event, now, bounds)
     if isinstance(event, Finished):
-        return _with(state, rank, finished=True), []
+        state = _with(state, rank, finished=True)
+        if state.episode and state.members[rank].good < state.generation:
+            # the others would wait for its step until the last bound
+            return _give_up(state, f"rank {rank} ended while the others waited for it")
+        return state, []
     if isinstance(event, Hello):
         if event.generation > state.generation:
             return state, []

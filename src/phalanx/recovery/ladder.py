@@ -154,8 +154,11 @@ def after(history: History, decision: Decision, faults: Sequence[Fault]) -> Hist
 
 
 def good_step(history: History, step: int) -> History:
-    """All ranks have finished ``step``: a scene at it or before it is left behind."""
-    if history.scene is None or step < history.scene:
+    """All ranks have finished ``step``: a scene at it or before it is left behind.
+
+    So is one whose step is not known: a step was finished since.
+    """
+    if history.scene is not None and step < history.scene:
         return history
     return replace(history, scene=None, here=(), bugs=())
 
