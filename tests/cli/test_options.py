@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cli.options import OPTIONS, UsageError, help_text, parse, wants_help
+from phalanx.cli.run import config_from
 
 
 def test_what_follows_the_script_is_the_scripts() -> None:
@@ -112,3 +113,40 @@ def test_help_shows_ten_options_first_and_all_on_request() -> None:
 )
 def test_help_is_ours_only_before_the_script(words: str, asked: str | None) -> None:
     assert wants_help(words.split()) == asked
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--rdzv-conf foo=1", "there is no option foo; known are "),
+        ("--rdzv-conf foo", "'foo' must have a value"),
+        ("--rdzv-conf join_timeout=x", "join_timeout"),
+        ("--rdzv-conf join_timeout=0", "join_timeout"),
+        ("--rdzv-conf store_type=x", "store_type"),
+        ("--monitor-interval nan", "not nan"),
+        ("--monitor-interval inf", "not inf"),
+        ("--monitor-interval 0", "more than zero seconds"),
+        ("--max-restarts -1", "--max-restarts"),
+        ("--shutdown-timeout -1", "--shutdown-timeout"),
+        ("--nnodes 2", "several nodes are not supported yet"),
+        ("--nnodes 2:1", "0 < MIN <= MAX"),
+        ("--nnodes x", "MIN:MAX"),
+        ("--node-rank 1", "one node has rank 0"),
+        ("--rdzv-backend etcd", "one machine needs no rendezvous"),
+        ("--master-port 70000", "0 to 65535"),
+        ("-r 4", "0, 1, 2 or 3"),
+        ("--local-ranks-filter a", "numbers with commas"),
+        ("--nproc-per-node 0", "one or more"),
+        ("--nproc-per-node many", "auto, cpu, gpu or npu"),
+        ("--hang-timeout soon", "--hang-timeout"),
+        ("-m --no-python", "exclude each other"),
+    ],
+)
+def test_what_is_not_possible_is_named(words: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        config_from(parse([*words.split(), "s.py"], {}), {})
+    assert says in str(caught.value)
+
+
+def test_known_rendezvous_options_are_taken() -> None:
+    config_from(parse(["--rdzv-conf", "join_timeout=30,timeout=9", "s.py"], {}), {})

@@ -180,7 +180,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--signals-to-handle",),
         _SIGNALS,
-        "signals that stop the job; SIGUSR1, SIGUSR2 and the like are passed on to the workers",
+        "signals that stop the job; SIGUSR1 and SIGUSR2 are passed on to the workers otherwise",
         str,
         "SIG,...",
         "recovery",
@@ -237,7 +237,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--start-method",),
         "spawn",
-        "how --run-path workers are started",
+        "taken and of no effect: see --run-path",
         str,
         "HOW",
         "torchrun's others",
@@ -246,7 +246,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--run-path",),
         False,
-        "run the script with runpy in a function worker",
+        "taken and of no effect: every script runs as __main__ in a process of its own",
         None,
         group="torchrun's others",
     ),
@@ -261,7 +261,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--numa-binding",),
         None,
-        "bind each worker to processors near its device",
+        "bind each worker to processors near its GPU, by numactl, with a fresh interpreter",
         str,
         "HOW",
         "torchrun's others",
@@ -276,11 +276,38 @@ OPTIONS: tuple[Option, ...] = (
         group="torchrun's others",
     ),
     Option(("--nnodes",), "1:1", "nodes: N or MIN:MAX (one for now)", str, "N", "several nodes"),
-    Option(("--standalone",), False, "one node, everything chosen", None, group="several nodes"),
-    Option(("--rdzv-backend",), "static", "static or c10d", str, "NAME", group="several nodes"),
-    Option(("--rdzv-endpoint",), "", "where nodes meet", str, "HOST:PORT", "several nodes"),
+    Option(
+        ("--standalone",),
+        False,
+        "one node, whatever else is said of nodes",
+        None,
+        group="several nodes",
+    ),
+    Option(
+        ("--rdzv-backend",),
+        "static",
+        "static, c10d or phalanx: all the same on one node",
+        str,
+        "NAME",
+        group="several nodes",
+    ),
+    Option(
+        ("--rdzv-endpoint",),
+        "",
+        "where nodes meet; not needed on one node",
+        str,
+        "HOST:PORT",
+        "several nodes",
+    ),
     Option(("--rdzv-id",), "none", "name of the job", str, "ID", "several nodes"),
-    Option(("--rdzv-conf",), "", "key=value,... for the backend", str, "K=V", "several nodes"),
+    Option(
+        ("--rdzv-conf",),
+        "",
+        "key=value,... for the backend; without effect on one node",
+        str,
+        "K=V",
+        "several nodes",
+    ),
     Option(("--node-rank",), 0, "this node's rank", int, "N", "several nodes"),
     Option(
         ("--master-addr",), "127.0.0.1", "address of rank 0's node", str, "HOST", "several nodes"

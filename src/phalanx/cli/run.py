@@ -46,8 +46,8 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
     nproc = worker_count(a.nproc_per_node)
     if a.max_restarts < 0:
         raise UsageError("--max-restarts is zero or more")
-    if a.monitor_interval <= 0:
-        raise UsageError("--monitor-interval is more than zero seconds")
+    if not 0 < a.monitor_interval < float("inf"):
+        raise UsageError(f"--monitor-interval is more than zero seconds, not {a.monitor_interval}")
     grace = a.shutdown_timeout
     if grace is None:
         text = env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
@@ -61,6 +61,8 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
     port = a.master_port or 0
     if not 0 <= port <= 65535:
         raise UsageError(f"--master-port is a port, 0 to 65535, not {port}")
+    if a.rdzv_conf:
+        _check_rdzv_conf(a.rdzv_conf)
     for name in (a.redirects, a.tee):
         _check_streams(name)
     try:
@@ -153,6 +155,23 @@ def _one_node(a: RunArguments) -> None:
         )
     if a.node_rank != 0:
         raise UsageError(f"--node-rank {a.node_rank}: one node has rank 0")
+
+
+def _check_rdzv_conf(text: str) -> None:
+    """One node waits for nobody, so what is known has no effect; a typo is not passed over."""
+    from phalanx.elastic.rendezvous.api import RendezvousParameters
+    from phalanx.elastic.rendezvous.local import OPTIONS, check_options
+    from phalanx.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    try:
+        given = _parse_rendezvous_config(text)
+        if unknown := sorted(set(given) - OPTIONS):
+            raise ValueError(
+                f"there is no option {', '.join(unknown)}; known are {', '.join(sorted(OPTIONS))}"
+            )
+        check_options(RendezvousParameters("phalanx", "", "none", 1, 1, **given))
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf {text}: {error}") from None
 
 
 def _check_streams(text: str) -> None:

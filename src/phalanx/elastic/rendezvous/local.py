@@ -36,7 +36,7 @@ _DEFAULT_TIMEOUT = 600  # seconds
 _BACKLOG = 4096  # the kernel cuts it to what it allows
 
 _TIMEOUTS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout")
-_OPTIONS = frozenset(
+OPTIONS = frozenset(
     (
         *_TIMEOUTS,
         "keep_alive_interval",
@@ -244,12 +244,12 @@ def check_options(params: RendezvousParameters) -> None:
     store = params.get("store_type", "tcp")
     if str(store).strip().lower() not in ("tcp", "file"):
         raise ValueError(f"The rendezvous option 'store_type' is tcp or file, not {store!r}.")
-    unknown = sorted(set(params.config) - _OPTIONS)
+    unknown = sorted(set(params.config) - OPTIONS)
     if unknown:
         logger.warning(
             "the rendezvous options %s are not known and do nothing; known are %s",
             ", ".join(unknown),
-            ", ".join(sorted(_OPTIONS)),
+            ", ".join(sorted(OPTIONS)),
         )
 
 
