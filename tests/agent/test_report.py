@@ -25,10 +25,10 @@ def test_the_first_death_is_blamed_among_equals() -> None:
     assert root_cause(ends) is ends[1]
 
 
-def test_who_was_stopped_by_us_is_blamed_only_when_alone() -> None:
+def test_who_was_stopped_by_us_is_never_blamed() -> None:
     stopped = end(0, -15, 1, stopped=True)
     assert root_cause([stopped, end(1, 7, 5)]).rank == 1  # type: ignore[union-attr]
-    assert root_cause([stopped]) is stopped
+    assert root_cause([stopped]) is None
     assert root_cause([end(0, 0), end(1, None)]) is None
 
 

@@ -111,6 +111,11 @@ def test_a_missing_command_is_127_and_one_that_cannot_run_126(job, tmp_path) -> 
     run = job.raw(["--no-python", str(data)])
     assert run.wait() == 126
     assert "cannot be run" in run.err
+    data.chmod(stat.S_IRWXU)  # no program and no first line that names one
+    run = job.raw(["--no-python", str(data)])
+    assert run.wait() == 126
+    assert "cannot be run: Exec format error" in run.err
+    assert "Traceback" not in run.err
 
 
 def test_sigterm_ends_the_job_with_143_and_no_traceback(job) -> None:
@@ -299,3 +304,95 @@ def test_no_progress_for_ever_ends(job) -> None:
     assert run.wait() == 9
     assert "got no further than step 3" in run.err
     assert len(run.events("workers_started")) <= 5
+
+
+def test_restarts_without_a_step_are_in_the_summary(job) -> None:
+    run = job("--max-restarts 2", "sys.exit(5 if ATTEMPT < 2 else 0)")
+    assert run.wait() == 0
+    assert "recovering (2 restarts)" in run.err.splitlines()[-1]
+
+
+def test_a_lost_store_is_the_reason_and_no_worker_is_blamed(job) -> None:
+    run = job(
+        "--nproc-per-node 2 --max-restarts 0",
+        """
+        import socket
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        line = socket.create_connection(where)  # it starts with the first connection
+        say("up", os.getppid())
+        wait_for("never")
+        """,
+    )
+    lines = run.until(lambda: len(run.said()) == 2 and run.said())
+    keeper = lines[0].split()[1]
+
+    def store() -> list[int]:
+        children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+        return [
+            int(p) for p in children if b"store_server" in Path(f"/proc/{p}/cmdline").read_bytes()
+        ]
+
+    (pid,) = run.until(store)
+    os.kill(pid, signal.SIGKILL)
+    assert run.wait() == 123, run.err
+    assert "the workers' store was lost" in run.err
+    assert "was killed by" not in run.err
+
+
+def test_a_sigkill_that_was_not_ours_is_blamed_though_we_were_stopping(job) -> None:
+    script = (
+        "if [ $RANK = 0 ]; then exit 3; fi; trap 'kill -9 $$' TERM; while :; do sleep 0.01; done"
+    )
+    run = job.raw(
+        ["--nproc-per-node", "2", "--max-restarts", "0", "--no-python", "sh", "-c", script]
+    )
+    assert run.wait() == 3, run.err
+    assert "other ranks: 1 failed too" in run.err
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--numa-binding node", "NUMA binding is not possible"),
+        ("--event-log-handler nope", "no event log handler is called 'nope'"),
+        ("--logs-specs nope", "--logs-specs nope"),
+        ("--log-dir /proc/nope", "--log-dir /proc/nope cannot be made"),
+        ("--signals-to-handle SIGNOPE", "--signals-to-handle"),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error_and_leaves_nothing(job, tmp_path, option, says) -> None:
+    if "numa" in option and Path("/proc/driver/nvidia/gpus").exists():
+        pytest.skip("this machine has a GPU")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    run = job(option, "say('started')", env={"TMPDIR": str(temporary)})
+    assert run.wait() == 2
+    assert says in run.err
+    assert "Traceback" not in run.err
+    assert run.said() == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_worker_with_another_environment_at_start_is_not_warm(job, tmp_path) -> None:
+    plug = tmp_path / "plug"
+    (plug / "plug-1.dist-info").mkdir(parents=True)
+    (plug / "plug-1.dist-info" / "METADATA").write_text("Name: plug\nVersion: 1\n")
+    (plug / "plug-1.dist-info" / "entry_points.txt").write_text(
+        "[torchrun.logs_specs]\nother = plug:Specs\n"
+    )
+    (plug / "plug.py").write_text(
+        "from phalanx.elastic.multiprocessing import DefaultLogsSpecs\n"
+        "class Specs(DefaultLogsSpecs):\n"
+        "    def reify(self, envs):\n"
+        "        for env in envs.values(): env['OMP_WAIT_POLICY'] = 'passive'\n"
+        "        return super().reify(envs)\n"
+    )
+    run = job(
+        f"--nproc-per-node 2 --max-restarts 1 --logs-specs other --log-dir {tmp_path / 'logs'}",
+        "say(os.environ['OMP_WAIT_POLICY']); sys.exit(4 if ATTEMPT == 0 else 0)",
+        env={"PYTHONPATH": str(plug)},
+    )
+    assert run.wait() == 0, run.err
+    assert set(run.said()) == {"passive"}
+    assert run.err.count("fresh interpreter: OMP_WAIT_POLICY is not as in") == 1
+    assert [e["data"]["warm"] for e in run.events("workers_started")] == [False, False]

@@ -21,7 +21,7 @@ def run_job(config: JobConfig) -> int:
     from phalanx.process.supervisor import Supervisor
 
     plan = None
-    if config.warm and config.program.warmable:
+    if config.starts_warm:
         from phalanx.process.preload import plan_for
         from phalanx.process.scan import scan
 

@@ -47,3 +47,8 @@ class JobConfig:
     local_addr: str | None = None
     hang_limits: Limits | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def starts_warm(self) -> bool:
+        """Whether workers may be forked from a preloaded process."""
+        return self.warm and self.program.warmable and self.numa_binding is None

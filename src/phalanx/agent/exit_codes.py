@@ -19,7 +19,8 @@ UNKILLABLE = 122
 """A process of the job did not die of SIGKILL (uninterruptible sleep)."""
 
 KEEPER = 123
-"""The process that owns the workers was lost, and no restart was left."""
+"""No worker is to blame: the keeper or the workers' store was lost, or a recovery did not
+come to an end, and no restart was left."""
 
 CANNOT_START = 126
 """The program exists but cannot be run."""

@@ -8,18 +8,20 @@ policy of ``phalanx.agent.policy``, recovers workers in place by the machine of
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.agent import policy, report
+from phalanx.agent import exit_codes, policy, report
 from phalanx.agent.config import JobConfig
 from phalanx.agent.console import Console, seconds
 from phalanx.agent.hangs import HangWatch
@@ -33,12 +35,11 @@ from phalanx.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from phalanx.elastic.metrics import prof, put_metric
-from phalanx.elastic.multiprocessing import SignalException
+from phalanx.elastic.metrics import put_metric
 from phalanx.elastic.multiprocessing.api import wall_ns
 from phalanx.elastic.multiprocessing.errors import ProcessFailure
 from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
-from phalanx.process import errorfile
+from phalanx.process import errorfile, syscalls
 from phalanx.process.channel import ChannelClosed, ChannelFull, Message
 from phalanx.process.supervisor import (
     KeeperLost,
@@ -46,6 +47,7 @@ from phalanx.process.supervisor import (
     StartOrder,
     StoreLost,
     Supervisor,
+    SupervisorError,
     WorkerDied,
     WorkerGarbled,
     WorkerGone,
@@ -74,6 +76,14 @@ TIMER_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 
 
+class CannotStart(RuntimeError):
+    """The workers cannot be started; ``status`` is what to exit with."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 @dataclass
 class Timeline:
     """Where the job's time went, in seconds; ``lost`` finished steps done again, if known."""
@@ -94,7 +104,6 @@ class Recovery:
     """A whole-group restart under way: when its phases were over (monotonic seconds)."""
 
     died: float
-    noticed: float
     stopped: float = 0.0
     started: float = 0.0
     last_step: int | None = None
@@ -118,6 +127,7 @@ class JobAgent(SimpleElasticAgent):
         self.console = console
         self.events = events
         self.health = health
+        self._bound = self._bind()
         self.signals = JobSignals(config.signals, supervisor.wake, self._pass_on)
         self.streams = Streams(config)
         self.timeline = Timeline()
@@ -127,7 +137,7 @@ class JobAgent(SimpleElasticAgent):
         self.unkillable: list[int] = []
         self.generation = 0
         self._workers: dict[int, WorkerProcess] = {}
-        self._all: list[WorkerProcess] = []  # of this attempt, replaced ones too
+        self._all: list[WorkerProcess] = []  # with replaced ones that are not gone yet
         self._hung: dict[int, str] = {}  # worker id: why
         self._envs: dict[int, dict[str, str]] = {}
         self._store_process: StoreProcess | None = None
@@ -147,6 +157,9 @@ class JobAgent(SimpleElasticAgent):
         self._stacks: Path | None = None
         self._hangs = HangWatch(config.hang_limits) if config.hang_limits else None
         self._ending: set[int] = set()  # worker ids whose stacks are being saved
+        # what other threads found to hang: worker, why; the loop ends them
+        self._condemned: deque[tuple[WorkerProcess, str]] = deque()
+        self._said_unlike = False
         supervisor.on_turn = health.tick
 
     # ------------------------------------------------------------------ starting
@@ -238,14 +251,17 @@ class JobAgent(SimpleElasticAgent):
                         env,
                         stdout=out,
                         stderr=err,
-                        warm=self.config.warm and self.config.program.warmable,
+                        warm=self.config.starts_warm and not self._differs(env),
                     )
                 )
             started = self.supervisor.start(orders, START_SECONDS)
+        except (OSError, ValueError) as error:
+            raise _cannot_start(error) from error
         finally:
             for fd in opened:
                 os.close(fd)
-        self._all += started
+        # a page keeps a descriptor open for as long as its worker is remembered
+        self._all = [w for w in self._all if not w.gone] + started
         if self._oom is None:
             from phalanx.process.oom import OomWatch
 
@@ -260,9 +276,39 @@ class JobAgent(SimpleElasticAgent):
         program = self.config.program
         return replace(
             program,
-            argv=worker_env.arguments(program.argv, local_rank),
+            argv=worker_env.arguments(self._bound.get(local_rank, program.argv), local_rank),
             args=worker_env.arguments(program.args, local_rank),
         )
+
+    def _bind(self) -> dict[int, tuple[str, ...]]:
+        """Each local rank's command with its processors, for ``--numa-binding``.
+
+        Raises phalanx.process.numa.NumaError.
+        """
+        if self.config.numa_binding is None:
+            return {}
+        from phalanx.process import numa
+
+        options = numa.NumaOptions(numa.AffinityMode(self.config.numa_binding))
+        argv = self.config.program.argv
+        bound = {rank: numa.command(argv, options, rank) for rank in range(self.config.nproc)}
+        if self.config.warm and self.config.program.warmable:
+            self.console.say("workers start with a fresh interpreter: --numa-binding runs numactl")
+        return bound
+
+    def _differs(self, env: Mapping[str, str]) -> bool:
+        """Whether a worker with this environment has to be started fresh."""
+        from phalanx.process.preload import unlike
+
+        names = unlike(self.supervisor.env, env)
+        if names and not self._said_unlike:
+            self._said_unlike = True
+            self.console.warn(
+                f"workers start with a fresh interpreter: {', '.join(names)} "
+                f"{'is' if len(names) == 1 else 'are'} not as in the agent's environment, "
+                "and what is imported already would not see it"
+            )
+        return bool(names)
 
     def _hand_over(self, worker: WorkerProcess) -> None:
         """Give a fresh process what earlier ones of its rank wanted kept."""
@@ -321,7 +367,7 @@ class JobAgent(SimpleElasticAgent):
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         group, spec = self._worker_group, self._worker_group.spec
-        self._initialize_workers(group)
+        self._begin(self._initialize_workers)
         while True:
             result = self._supervise()
             state = group.state = result.state
@@ -342,9 +388,19 @@ class JobAgent(SimpleElasticAgent):
             if self._keeper_lost:
                 self._keeper_lost = None
                 self.supervisor.open()
-            self._restart_workers(group)
+            self.timeline.restarts += 1
+            self._begin(self._restart_workers)
             assert self._recovery is not None
             self._recovery.started = time.monotonic()
+
+    def _begin(self, start: Callable[[WorkerGroup], None]) -> None:
+        """Start the group. A keeper that is lost meanwhile is a failed attempt."""
+        try:
+            start(self._worker_group)
+        except SupervisorError:
+            self._note_all(self.supervisor.wait(0))
+            if self._keeper_lost is None:
+                raise
 
     def _supervise(self) -> RunResult:
         """Until all workers have ended well, or the group has to be started again."""
@@ -371,8 +427,11 @@ class JobAgent(SimpleElasticAgent):
         self.health.tick()
         if self._prepare_at is not None and now >= self._prepare_at:
             self._prepare_at = None
-            if self.config.warm and self.config.program.warmable:
-                self.supervisor.prepare(self._worker_group.spec.local_world_size)
+            if self.config.starts_warm:
+                try:
+                    self.supervisor.prepare(self._worker_group.spec.local_world_size)
+                except SupervisorError:
+                    return  # the keeper is lost: the next wait tells
         due = self._machine_due()
         if due is not None and now >= due:
             self._advance(_episodes().Tick())
@@ -381,6 +440,13 @@ class JobAgent(SimpleElasticAgent):
         if self._hangs is not None:
             for rank, why in self._hangs.look(self._workers.values(), now).items():
                 self._end_hung(self._workers[rank], why)
+        while self._condemned:
+            self._kill_hung(*self._condemned.popleft())
+
+    def _kill_hung(self, worker: WorkerProcess, why: str) -> None:
+        if worker.alive:
+            self._hung[worker.id] = why
+            worker.signal(signal.SIGKILL)
 
     def _take(self, happening: Any) -> None:
         """One thing that happened."""
@@ -422,40 +488,58 @@ class JobAgent(SimpleElasticAgent):
         elif isinstance(happening, KeeperLost):
             self._keeper_lost = happening.reason
             self._store_process = None
-            self._why_group = happening.reason
+            self._give_up(happening.reason)
             self.events.record("keeper_lost", reason=happening.reason)
         elif isinstance(happening, StoreLost):
             self.events.record("store_lost", returncode=happening.store.returncode)
             self._store_process = None
-            self._why_group = "the workers' store was lost"
+            self._give_up("the workers' store was lost")
+
+    def _give_up(self, why: str) -> None:
+        """Have the whole group started again, or the job end; the first reason counts."""
+        self._why_group = self._why_group or why
 
     def _is_current(self, worker: WorkerProcess) -> bool:
         return self._workers.get(worker.local_rank) is worker
 
     def _on_died(self, worker: WorkerProcess) -> None:
-        if worker not in self._all:
+        self._note_death(worker)
+        if not self._is_current(worker):
             return
-        progress = worker.page.read()
+        how = report.how(self._end_of(worker, light=True))
+        if self._machine is None:
+            if worker.returncode != 0:
+                self._give_up(f"rank {worker.local_rank} {how}")
+        elif worker.returncode == 0:
+            self._advance(_episodes().Finished(worker.local_rank))
+        else:
+            hung = worker.id in self._hung
+            step = worker.page.read().step
+            self._advance(_episodes().Died(worker.local_rank, how, step, hung))
+
+    def _note_death(self, worker: WorkerProcess) -> None:
         self.events.record(
             "worker_died",
             local_rank=worker.local_rank,
             pid=worker.pid,
             returncode=worker.returncode,
             dead_ns=worker.dead_ns,
-            step=progress.step,
+            step=worker.page.read().step,
             stopped=bool(worker.signalled_by_us),
         )
-        if not self._is_current(worker):
-            return
-        how = report.how(self._end_of(worker, light=True))
-        if self._machine is None:
-            if worker.returncode != 0:
-                self._why_group = f"rank {worker.local_rank} {how}"
-        elif worker.returncode == 0:
-            self._advance(_episodes().Finished(worker.local_rank))
-        else:
-            hung = worker.id in self._hung
-            self._advance(_episodes().Died(worker.local_rank, how, progress.step, hung))
+
+    def _note_all(self, happenings: Iterable[Any]) -> None:
+        """What happens while the group is down: recorded, and nothing is done about it."""
+        for happening in happenings:
+            if isinstance(happening, WorkerDied):
+                self._note_death(happening.worker)
+            elif not isinstance(happening, WorkerSpoke):
+                self._take(happening)
+            elif happening.message.type == "keep":
+                self._keep(happening.worker, happening.message)
+            else:
+                for fd in happening.message.fds:
+                    os.close(fd)
 
     # ------------------------------------------------------------------ recovery in place
 
@@ -533,22 +617,22 @@ class JobAgent(SimpleElasticAgent):
             self._regroup(effect)
         elif isinstance(effect, ep.Kill):
             worker = self._workers[effect.rank]
-            self._hung[worker.id] = effect.why
             self.events.record("worker_killed", local_rank=effect.rank, why=effect.why)
-            worker.signal(signal.SIGKILL)
+            self._kill_hung(worker, effect.why)
         elif isinstance(effect, ep.RestartGroup):
             self.events.record("restart_group", why=effect.why)
-            self._why_group = effect.why
+            self._give_up(effect.why)
         elif isinstance(effect, ep.Recovered):
             self._recovered_in_place(effect)
 
     def _replace(self, rank: int, generation: int) -> None:
         try:
-            (worker,) = self._launch(
-                [rank], {"PHALANX_JOIN": "1", "PHALANX_GENERATION": str(generation)}
-            )
-        except Exception as error:
-            self._why_group = f"no replacement for rank {rank} could be started: {error}"
+            with self.signals.interruptible():
+                (worker,) = self._launch(
+                    [rank], {"PHALANX_JOIN": "1", "PHALANX_GENERATION": str(generation)}
+                )
+        except (CannotStart, SupervisorError) as error:
+            self._give_up(f"no replacement for rank {rank} could be started: {error}")
             return
         self._workers[rank] = worker
         self._worker_group.workers[rank].id = worker.pid
@@ -565,11 +649,14 @@ class JobAgent(SimpleElasticAgent):
         for rank in effect.survivors:
             self._tell(self._workers[rank], "leave", generation=effect.generation - 1)
         where = handler.next_rendezvous().bootstrap_store_info
-        self._store_process = None
-        self._store_process = self.supervisor.start_store(
-            handler.claim_listener(),  # type: ignore[attr-defined]
-            eager=True,
-        )
+        listener = handler.claim_listener()  # type: ignore[attr-defined]
+        if old is not None and old.port == listener.getsockname()[1]:
+            old.close()  # with a given port both would take connections from one socket
+        try:
+            self._store_process = self.supervisor.start_store(listener, eager=True)
+        except SupervisorError as error:
+            self._give_up(str(error))
+            return
         for rank in effect.members:
             self._tell(
                 self._workers[rank],
@@ -592,8 +679,7 @@ class JobAgent(SimpleElasticAgent):
         except ChannelClosed:
             pass  # dead: we are about to be told
         except ChannelFull:
-            self._hung[worker.id] = "reads no messages of the agent"
-            worker.signal(signal.SIGKILL)
+            self._kill_hung(worker, "reads no messages of the agent")
 
     def _recovered_in_place(self, effect: ep.Recovered) -> None:
         done = effect.episode
@@ -631,7 +717,6 @@ class JobAgent(SimpleElasticAgent):
 
         def end() -> None:
             saved = self._save_stacks()
-            self._hung[worker.id] = f"hung: {why}"
             self.events.record(
                 "worker_hung",
                 local_rank=worker.local_rank,
@@ -639,10 +724,17 @@ class JobAgent(SimpleElasticAgent):
                 why=why,
                 stacks=[str(p) for p in saved],
             )
-            worker.signal(signal.SIGKILL)
+            self._condemn(worker, f"hung: {why}")
 
         # looking into every process takes a while: the loop goes on meanwhile
         threading.Thread(target=end, name="phalanx-stacks", daemon=True).start()
+
+    def _condemn(self, worker: WorkerProcess, why: str) -> None:
+        """Have the loop end a worker that hangs. From any thread: only the loop's own may
+        use a worker's descriptors.
+        """
+        self._condemned.append((worker, why))
+        self.supervisor.wake()
 
     def _worker_of(self, pid: int) -> WorkerProcess | None:
         """The living worker that this process is, or is a child of. From any thread."""
@@ -679,7 +771,6 @@ class JobAgent(SimpleElasticAgent):
             return False
         scopes = ", ".join(str(r.scope_id)[:200] for r in requests)
         saved = self._save_stacks()
-        self._hung[worker.id] = f"did not end {scopes} before its timer ran out"
         self.events.record(
             "timer_expired",
             local_rank=worker.local_rank,
@@ -687,7 +778,7 @@ class JobAgent(SimpleElasticAgent):
             scopes=scopes,
             stacks=[str(p) for p in saved],
         )
-        worker.signal(signal.SIGKILL)
+        self._condemn(worker, f"did not end {scopes} before its timer ran out")
         return True
 
     # ------------------------------------------------------------------ the end of an attempt
@@ -710,24 +801,8 @@ class JobAgent(SimpleElasticAgent):
             stopped = self.supervisor.stop(living, signum, grace, self.signals.hurry)
             self.unkillable += [w.pid for w in stopped.unkillable]
             self.events.record("workers_stopped", seconds=stopped.seconds, swept=stopped.swept)
-        for happening in self.supervisor.wait(0):
-            if isinstance(happening, (WorkerDied, WorkerGone, KeeperLost)):
-                self._note_end(happening)
+        self._note_all(self.supervisor.wait(0))
         self._stop_watchdog()
-
-    def _note_end(self, happening: WorkerDied | WorkerGone | KeeperLost) -> None:
-        if isinstance(happening, KeeperLost):
-            self._take(happening)
-        elif isinstance(happening, WorkerDied):
-            worker = happening.worker
-            self.events.record(
-                "worker_died",
-                local_rank=worker.local_rank,
-                pid=worker.pid,
-                returncode=worker.returncode,
-                dead_ns=worker.dead_ns,
-                stopped=bool(worker.signalled_by_us),
-            )
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._end_workers(death_sig, timeout)
@@ -754,7 +829,11 @@ class JobAgent(SimpleElasticAgent):
             record = None  # it went on after what it recorded
         lines, path = ((), "") if light else self.streams.last_lines(worker.local_rank)
         progress = worker.page.read()
-        stopped = bool(worker.signalled_by_us) and worker.id not in self._hung
+        # a SIGKILL that is not ours was there before our milder signal
+        not_ours = worker.returncode == -signal.SIGKILL and (
+            int(signal.SIGKILL) not in worker.signalled_by_us
+        )
+        stopped = bool(worker.signalled_by_us) and worker.id not in self._hung and not not_ours
         dead = worker.dead_ns if worker.dead_ns is not None else time.monotonic_ns()
         message = record.message if record else None
         exception = message.get("message") if isinstance(message, dict) else message
@@ -810,9 +889,9 @@ class JobAgent(SimpleElasticAgent):
             policy.Policy(max_restarts=self._worker_group.spec.max_restarts), self._attempts
         )
         self._say_failure(root)
+        self._close_account()
         self._recovery = Recovery(
             died=first,
-            noticed=self._noticed or first,
             stopped=time.monotonic(),
             last_step=max(steps) if steps else None,
         )
@@ -825,7 +904,7 @@ class JobAgent(SimpleElasticAgent):
                 observed_ns=wall_ns(e.dead_ns or time.monotonic_ns()),
             )
             for e in self.ends
-            if e.failed
+            if e.failed and not e.stopped
         }
         self.events.record(
             "attempt_failed",
@@ -836,10 +915,6 @@ class JobAgent(SimpleElasticAgent):
         )
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    @property
-    def _noticed(self) -> float | None:
-        return None
-
     def _back_off(self, delay: float) -> None:
         if delay <= 0:
             return
@@ -847,8 +922,7 @@ class JobAgent(SimpleElasticAgent):
         end = time.monotonic() + delay
         while (left := end - time.monotonic()) > 0:
             self.signals.check()
-            for happening in self.supervisor.wait(left):
-                self._take(happening)
+            self._note_all(self.supervisor.wait(left))
             self.health.tick()
 
     # ------------------------------------------------------------------ words
@@ -914,7 +988,6 @@ class JobAgent(SimpleElasticAgent):
         resumed = min((p.first_step for p in pages if p.first_step is not None), default=None)
         if recovery.last_step is not None and resumed is not None:
             lost = max(0, recovery.last_step - (resumed - 1))
-        self.timeline.restarts += 1
         self.timeline.recovering += total
         self.timeline.lose(lost)
         words = ", ".join(f"{name} +{seconds(at)}" for name, at in phases)
@@ -932,8 +1005,15 @@ class JobAgent(SimpleElasticAgent):
         )
         self._recovery = None
 
+    def _close_account(self) -> None:
+        """Count the time of a restart after which nobody got as far as a step."""
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None and recovery.started:
+            self.timeline.recovering += recovery.started - recovery.died
+
     def summary(self, what: str) -> str:
         """The closing line."""
+        self._close_account()
         total = time.monotonic() - self.timeline.began
         parts = [f"{what} after {seconds(total)}"]
         count = self.timeline.restarts + self.timeline.in_place
@@ -957,9 +1037,10 @@ class JobAgent(SimpleElasticAgent):
     def _pass_on(self, number: int) -> None:
         """A signal for the program: to every worker alone."""
         for worker in list(self._workers.values()):
-            if worker.alive:
+            if worker.alive and worker.pidfd >= 0:
                 try:
-                    os.kill(worker.pid, number)
+                    # not worker.signal(): that would count as a stop of ours
+                    syscalls.pidfd_send_signal(worker.pidfd, number)
                 except OSError:
                     pass
 
@@ -1004,6 +1085,17 @@ def _episodes() -> ModuleType:
     return episode
 
 
+def _cannot_start(error: OSError | ValueError) -> CannotStart:
+    if isinstance(error, TimeoutError):
+        return CannotStart(str(error), exit_codes.CANNOT_START)
+    if isinstance(error, ValueError) or error.filename is None:
+        return CannotStart(f"the workers cannot be started: {error}", exit_codes.CANNOT_START)
+    if error.errno == errno.ENOENT and error.strerror == os.strerror(errno.ENOENT):
+        return CannotStart(f"there is no program {error.filename}", exit_codes.NOT_FOUND)
+    status = exit_codes.NOT_FOUND if error.errno == errno.ENOENT else exit_codes.CANNOT_START
+    return CannotStart(f"{error.filename} cannot be run: {error.strerror}", status)
+
+
 def _forget(path: str) -> None:
     if path and path != os.devnull:
         try:
@@ -1045,4 +1137,4 @@ def _end_json(end: report.WorkerEnd) -> dict[str, Any]:
     }
 
 
-__all__ = ["JobAgent", "SignalException", "prof"]
+__all__ = ["CannotStart", "JobAgent"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.agent import exit_codes
 from phalanx.agent.console import Console
-from phalanx.agent.job import JobAgent
+from phalanx.agent.job import CannotStart, JobAgent
 from phalanx.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from phalanx.elastic.events import Event, get_logging_handler, record
 from phalanx.elastic.multiprocessing import SignalException
@@ -21,6 +21,8 @@ from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
 from phalanx.events import EventLog
 from phalanx.health import LoopHealth
 from phalanx.process import errorfile
+from phalanx.process.numa import NumaError
+from phalanx.process.supervisor import SupervisorError
 
 if TYPE_CHECKING:
     from phalanx.agent.config import JobConfig
@@ -60,7 +62,7 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
         try:
             get_logging_handler(config.event_log_handler)
             agent = JobAgent(spec, config, supervisor, console, events, health)
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, OSError, NumaError) as error:
             # str() of a KeyError puts its text in quotes.
             console.fail(str(error.args[0] if isinstance(error, KeyError) else error))
             return exit_codes.USAGE
@@ -93,12 +95,12 @@ def _run(agent: JobAgent, console: Console) -> int:
         number = signal.Signals(error.sigval)
         console.say(agent.summary(f"stopped by {number.name}"))
         return 128 + number
-    except FileNotFoundError as error:
-        console.fail(f"there is no program {error.filename}")
-        return exit_codes.NOT_FOUND
-    except PermissionError as error:
-        console.fail(f"{error.filename} cannot be run: {error.strerror}")
-        return exit_codes.CANNOT_START
+    except CannotStart as error:
+        console.fail(str(error))
+        return error.status
+    except SupervisorError as error:
+        console.fail(str(error))
+        return exit_codes.KEEPER
     except RendezvousError as error:
         console.fail(f"the rendezvous failed: {error}")
         return exit_codes.RENDEZVOUS

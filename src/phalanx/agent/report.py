@@ -70,9 +70,10 @@ def looks_like_victim(end: WorkerEnd) -> bool:
 
 def root_cause(ends: Sequence[WorkerEnd]) -> WorkerEnd | None:
     """The worker to blame: of those that failed and were not stopped by us, one that hung,
-    else one whose end is not the echo of another's, else the first that died.
+    else one whose end is not the echo of another's, else the first that died. None: no
+    worker is.
     """
-    failed = [e for e in ends if e.failed and not e.stopped] or [e for e in ends if e.failed]
+    failed = [e for e in ends if e.failed and not e.stopped]
     if not failed:
         return None
 

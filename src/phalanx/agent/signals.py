@@ -35,7 +35,7 @@ class JobSignals:
         self.stops = tuple(_number(name) for name in names.split(",") if name.strip())
         self._wake, self._pass_on = wake, pass_on
         self.received: list[int] = []
-        self._raised = 0
+        self._raised = False
         self._now = False
         self._old: dict[int, Any] = {}
 
@@ -60,7 +60,7 @@ class JobSignals:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
-        if self._now and self._raised < len(self.received):
+        if self._now and not self._raised:
             self._now = False
             self._raise()
         self._wake()
@@ -69,17 +69,17 @@ class JobSignals:
         self._pass_on(number)
 
     def _raise(self) -> None:
-        self._raised = len(self.received)
+        self._raised = True
         number = signal.Signals(self.received[0])
         raise SignalException(f"the job was told to stop by {number.name}", number)
 
     def check(self) -> None:
-        """Raise what has arrived since it was last raised.
+        """Raise the first that has arrived, once.
 
         Raises:
             SignalException: a stop signal has arrived.
         """
-        if self._raised < len(self.received) and not self._raised:
+        if self.received and not self._raised:
             self._raise()
 
     def hurry(self) -> bool:
@@ -89,9 +89,9 @@ class JobSignals:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """A stop signal is raised at once in here: only around waits."""
-        self.check()
-        self._now = True
+        self._now = True  # before the look: one that comes between is raised by the handler
         try:
+            self.check()
             yield
         finally:
             self._now = False
@@ -101,7 +101,9 @@ def _number(name: str) -> signal.Signals:
     try:
         number = signal.Signals[name.strip()]
     except KeyError:
-        raise ValueError(f"there is no signal {name.strip()!r} on this machine") from None
+        raise ValueError(
+            f"--signals-to-handle: there is no signal {name.strip()!r} on this machine"
+        ) from None
     if number in (signal.SIGKILL, signal.SIGSTOP):
         raise ValueError(f"{number.name} cannot be caught: leave it out of --signals-to-handle")
     return number

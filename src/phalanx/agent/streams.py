@@ -26,14 +26,20 @@ class Streams:
     def __init__(self, config: JobConfig) -> None:
         """Raises OSError or ValueError for a log folder or logs specs that will not do."""
         self.config = config
+        specs_class = _specs_class(config.logs_specs)
         self._temporary: str | None = None
         self.keeps_logs = config.log_dir is not None or config.logs_specs is not None
         log_dir = config.log_dir
         redirects, tee = Std.from_str(config.redirects), Std.from_str(config.tee)
-        if log_dir is None:
+        if log_dir is not None:
+            try:
+                os.makedirs(log_dir, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--log-dir {log_dir} cannot be made: {error.strerror}") from None
+        else:
             self._temporary = log_dir = tempfile.mkdtemp(prefix="phalanx-")
             self.keeps_logs |= bool(redirects) or bool(tee)
-        self.specs = _specs_class(config.logs_specs)(
+        self.specs = specs_class(
             log_dir=log_dir,
             redirects=redirects,
             tee=tee,
