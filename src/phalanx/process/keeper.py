@@ -273,6 +273,9 @@ class Keeper:
             if kid.role == "store" and kid.id == order["id"]:
                 os.kill(kid.pid, signal.SIGKILL)
 
+    def do_ping(self, order: dict[str, Any], fds: list[int]) -> None:
+        self.tell({"ev": "pong"})
+
     def do_close(self, order: dict[str, Any], fds: list[int]) -> None:
         self.over = True
         self.end_seconds = order["seconds"]

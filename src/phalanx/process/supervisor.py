@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 SEND_SECONDS = 10  # how long the keeper may leave an order unread
 END_SECONDS = 3.0  # how long the keeper waits, at `close`, for its tree to be empty
 TURN_SECONDS = 1.0  # the longest single wait when somebody wants to see the loop turn
+SILENCE_SECONDS = 10.0  # after which the keeper is asked whether it is there
+ANSWER_SECONDS = 5.0  # for its answer; not counted is the time in which we stood still too
+ASKED_AT_MOST = 3  # times, before a keeper that does not answer is killed
 ORPHAN_SECONDS = 5.0  # how long `open` waits for what a lost keeper left behind
 _MESSAGES_AT_ONCE = 64
 _SIGTERM = int(signal.SIGTERM)
@@ -224,7 +227,8 @@ class _Keeper:
     pid: int
     pidfd: int
     sock: socket.socket
-    lost: str | None = None
+    heard: float  # when it last said anything, or was last asked whether it is there
+    asked: int = 0  # times, since it said anything
 
 
 @dataclass
@@ -328,7 +332,7 @@ class Supervisor:
             theirs.close()
         pidfd = syscalls.pidfd_open(pid)
         wire.limit_sending(ours, SEND_SECONDS)
-        self._keeper = _Keeper(pid, pidfd, ours)
+        self._keeper = _Keeper(pid, pidfd, ours, time.monotonic())
         self._handle(ours.fileno(), self._on_keeper)
         if self._plan is not None:
             self._order({"op": "plan", "plan": self._plan.to_json()})
@@ -672,12 +676,34 @@ class Supervisor:
         if self.on_turn is not None:
             self.on_turn()
             timeout = min(timeout, TURN_SECONDS)
+        if self._keeper is not None:
+            timeout = min(timeout, self._keeper_due() - time.monotonic())
         for fd, _ in self._epoll.poll(max(0.0, timeout)):
             handler = self._handlers.get(fd)
             if handler is not None:
                 handler()
         while self._deaths:
             self._on_death(self._deaths.popleft())
+        if self._keeper is not None and time.monotonic() >= self._keeper_due():
+            self._ask_keeper(self._keeper)
+
+    def _keeper_due(self) -> float:
+        assert self._keeper is not None
+        patience = ANSWER_SECONDS if self._keeper.asked else SILENCE_SECONDS
+        return self._keeper.heard + patience
+
+    def _ask_keeper(self, keeper: _Keeper) -> None:
+        """It has long said nothing: a keeper that is stopped or stuck would wedge the job."""
+        if keeper.asked >= ASKED_AT_MOST:
+            syscalls.pidfd_send_signal(keeper.pidfd, signal.SIGKILL)
+            self._lose_keeper("it did not answer and was killed")
+            return
+        keeper.asked += 1
+        keeper.heard = time.monotonic()
+        try:
+            wire.send(keeper.sock, {"op": "ping"}, block=False)
+        except (BlockingIOError, wire.Hangup):
+            pass  # it does not read; or we are about to be told
 
     def _on_wake(self) -> None:
         self._wake.clear()
@@ -696,8 +722,12 @@ class Supervisor:
                 return
             if received is None:
                 return
+            keeper.heard, keeper.asked = time.monotonic(), 0
             news, fds = received
             getattr(self, "_on_" + news["ev"])(news, fds)
+
+    def _on_pong(self, news: dict[str, Any], fds: list[int]) -> None:
+        pass  # that it says anything is what counts
 
     def _on_ready(self, news: dict[str, Any], fds: list[int]) -> None:
         from phalanx.process.preload import PreloadReport
