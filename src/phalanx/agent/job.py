@@ -172,20 +172,10 @@ class JobAgent(SimpleElasticAgent):
         self.events.update(generation=self.generation, attempt=attempt)
         self._envs = {}
         for worker in worker_group.workers:
-            env = worker_env.build(
-                role=spec.role,
-                rank=worker.global_rank,
-                world_size=worker.world_size,
-                role_rank=worker.role_rank,
-                role_world_size=worker.role_world_size,
-                local_world_size=spec.local_world_size,
-                group_rank=worker_group.group_rank,
-                group_world_size=worker_group.group_world_size,
-                master_addr=worker_group.master_addr,
-                master_port=worker_group.master_port,
+            env = worker_env.of_worker(
+                worker_group,
+                worker,
                 restart_count=attempt,
-                max_restarts=spec.max_restarts,
-                run_id=spec.rdzv_handler.get_run_id(),
                 use_agent_store=self._serve_store(),
                 agent_env={**os.environ, **self.config.environment},
             )

@@ -486,7 +486,8 @@ class SimpleElasticAgent(ElasticAgent):
                 return RunResult(state=WorkerState.SUCCEEDED)
             if is_signal(error):
                 sigval: signal.Signals = getattr(error, "sigval", signal.SIGTERM)
-                logger.warning("Received %s death signal, shutting down workers", sigval)
+                name = getattr(sigval, "name", sigval)
+                logger.warning("Received %s death signal, shutting down workers", name)
                 self._call_shutdown(sigval)
                 is_shut_down = True
             raise

@@ -165,20 +165,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         prefixes: dict[int, str] = {}
         for worker in worker_group.workers:
             local_rank = worker.local_rank
-            env = environment.build(
-                role=spec.role,
-                rank=worker.global_rank,
-                world_size=worker.world_size,
-                role_rank=worker.role_rank,
-                role_world_size=worker.role_world_size,
-                local_world_size=spec.local_world_size,
-                group_rank=worker_group.group_rank,
-                group_world_size=worker_group.group_world_size,
-                master_addr=worker_group.master_addr,
-                master_port=worker_group.master_port,
+            env = environment.of_worker(
+                worker_group,
+                worker,
                 restart_count=self._restart_count(),
-                max_restarts=spec.max_restarts,
-                run_id=spec.rdzv_handler.get_run_id(),
                 use_agent_store=use_agent_store,
                 agent_env=os.environ,
             )

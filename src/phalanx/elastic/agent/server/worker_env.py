@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.elastic.utils.api import macros
+
+if TYPE_CHECKING:
+    from phalanx.elastic.agent.server.api import Worker, WorkerGroup
 
 NCCL_ASYNC = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 OMP = "OMP_NUM_THREADS"
@@ -62,6 +65,35 @@ def build(
     if OMP in agent_env:
         env[OMP] = agent_env[OMP]
     return env
+
+
+def of_worker(
+    group: WorkerGroup,
+    worker: Worker,
+    *,
+    restart_count: int,
+    use_agent_store: bool,
+    agent_env: Mapping[str, str],
+) -> dict[str, str]:
+    """:func:`build` for a worker of a group that has had its rendezvous."""
+    spec = group.spec
+    return build(
+        role=spec.role,
+        rank=worker.global_rank,
+        world_size=worker.world_size,
+        role_rank=worker.role_rank,
+        role_world_size=worker.role_world_size,
+        local_world_size=spec.local_world_size,
+        group_rank=group.group_rank,
+        group_world_size=group.group_world_size,
+        master_addr=group.master_addr,
+        master_port=group.master_port,
+        restart_count=restart_count,
+        max_restarts=spec.max_restarts,
+        run_id=spec.rdzv_handler.get_run_id(),
+        use_agent_store=use_agent_store,
+        agent_env=agent_env,
+    )
 
 
 def put_local_rank(
