@@ -89,6 +89,21 @@ def test_who_is_behind_is_to_blame_not_who_waits():
     assert first_to_hang({0: at(7), 1: at(7)}, 1e6) == (0, 1)
 
 
+def test_who_waits_for_a_rank_that_may_take_its_time_is_not_accused():
+    usual = steps(8, 1.0, limits=Limits(least=0.5))  # its limit for a step: 8 s
+    waiting = usual.heard(8.0, STEP, 8)
+    for step in (7, 8):  # others have begun the next step already, or wait in the same one
+        writing = usual.heard(8.0, CHECKPOINT, step)
+        ranks = {0: writing, 1: waiting, 2: waiting}
+        assert first_to_hang(ranks, 60.0) == ()
+        assert first_to_hang(ranks, 8.0 + UNKNOWN[CHECKPOINT]) == (0,)
+
+
+def test_who_never_spoke_hides_nobody():
+    assert first_to_hang({0: Learner(), 1: steps(8, 1.0)}, 1e6) == (1,)
+    assert first_to_hang({0: Learner()}, 1e6) == ()
+
+
 def test_bad_limits():
     with pytest.raises(ValueError, match="'step' is -1"):
         Limits({STEP: -1})

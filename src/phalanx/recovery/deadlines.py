@@ -103,18 +103,21 @@ class Learner:
 def first_to_hang(learners: Mapping[int, Learner], now: float) -> tuple[int, ...]:
     """The ranks that hang themselves, not those that wait for them.
 
-    When one rank hangs the others wait in a collective and are silent too. All are over their
-    limits at about the same time; those that are furthest behind (lowest step; among them those
-    in another phase than `STEP`, since who is outside a step waits for nobody) are to blame.
+    When one rank hangs the others wait in a collective and are silent too. To blame are those
+    that are furthest behind: the lowest step, and among them those in another phase than `STEP`,
+    since who is outside a step waits for nobody. As long as they keep to their own limits (one
+    rank writes a checkpoint, the others wait for it) nobody is to blame. Ranks that have never
+    spoken do not count.
     """
-    late = {rank: one for rank, one in learners.items() if one.verdict(now)}
-    if not late:
+    armed = {rank: one for rank, one in learners.items() if one.since is not None}
+    if not armed:
         return ()
-    lowest = min(-1 if one.step is None else one.step for one in learners.values())
-    behind = {r: one for r, one in late.items() if (-1 if one.step is None else one.step) == lowest}
-    if not behind:
-        return tuple(sorted(late))
-    outside = {rank for rank, one in behind.items() if one.phase != STEP}
-    if outside and len(outside) < len(behind):
-        return tuple(sorted(outside))
-    return tuple(sorted(behind))
+    lowest = min(_place(one) for one in armed.values())
+    behind = {rank for rank, one in armed.items() if _place(one) == lowest}
+    outside = {rank for rank in behind if armed[rank].phase != STEP}
+    suspects = outside or behind
+    return tuple(sorted(rank for rank in suspects if armed[rank].verdict(now)))
+
+
+def _place(one: Learner) -> int:
+    return -1 if one.step is None else one.step
