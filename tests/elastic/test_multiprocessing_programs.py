@@ -584,3 +584,17 @@ def test_unkillable_worker_is_given_up(scene, monkeypatch, caplog):
     with caplog.at_level(logging.ERROR):
         context.close()
     assert "given up" in caplog.text
+
+
+def test_after_a_failure_the_others_have_the_period_to_end(scene):
+    script = 'if [ "$RANK" = 0 ]; then sleep 0.2; exit 3; fi; sleep 0.4; exit 0'
+    result = scene.start(script, 2).wait(LIMIT, period=LIMIT)
+    assert result is not None
+    assert {r: f.exitcode for r, f in result.failures.items()} == {0: 3}
+
+
+def test_then_they_are_stopped(scene):
+    script = 'if [ "$RANK" = 0 ]; then sleep 0.2; exit 3; fi; exec sleep 600'
+    result = scene.start(script, 2).wait(LIMIT, period=0.05)
+    assert result is not None
+    assert {r: f.exitcode for r, f in result.failures.items()} == {0: 3, 1: -15}

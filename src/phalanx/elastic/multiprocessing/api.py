@@ -393,9 +393,9 @@ class PContext(abc.ABC):
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """The result once all have ended or one has failed; None after ``timeout`` seconds.
 
-        0: just look; negative: no limit. Returns as soon as it is so; ``period`` is only
-        how often it looks when nothing tells it. When a worker has failed the others are
-        stopped first. Raises SignalException.
+        0: just look; negative: no limit. Returns as soon as all have ended. When a worker has
+        failed the others have ``period`` seconds to end by themselves; then they are stopped.
+        Raises SignalException.
         """
         end = None if timeout < 0 else time.monotonic() + timeout
         while True:
@@ -408,7 +408,14 @@ class PContext(abc.ABC):
                 left = min(left, end - time.monotonic())
                 if left <= 0:
                     return None
-            self.wait_event(left)
+            with _undisturbed(self._wake):
+                if self._wait_event(left):
+                    patience = time.monotonic() + period
+                    self._settle(patience if end is None else min(patience, end))
+
+    def _settle(self, end: float) -> None:
+        """Until ``end`` (monotonic) let workers end by themselves after one has failed."""
+        return
 
     def wait_event(self, timeout: float) -> bool:
         """Wait until something happened to a worker; False: not within ``timeout`` seconds.

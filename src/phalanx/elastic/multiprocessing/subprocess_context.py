@@ -98,6 +98,7 @@ class SubprocessContext(PContext):
         self._victims: dict[int, int] = {}  # local rank to when we began to stop it
         self._keeper_lost: str | None = None
         self._news = False
+        self._woken = False
         self._result: RunProcsResult | None = None
 
     @property
@@ -206,6 +207,15 @@ class SubprocessContext(PContext):
                 return False
         return True
 
+    def _settle(self, end: float) -> None:
+        # Several programs often fail, or end, at the same time: one that does is not a victim.
+        self._woken = False
+        while not self._woken and self._opened and any(self._failed()):
+            left = end - time.monotonic()
+            if left <= 0 or all(w.returncode is not None for w in self._workers.values()):
+                return
+            self._take(left)
+
     def _wake(self) -> None:
         if self._supervisor is not None and self._opened:
             self._supervisor.wake()
@@ -225,7 +235,7 @@ class SubprocessContext(PContext):
                 self._news = look = True
                 logger.error("%s", happening.reason)
             elif isinstance(happening, Woken):
-                look = True
+                self._woken = look = True
             if self._on_happening is not None:
                 self._on_happening(happening)
         return look

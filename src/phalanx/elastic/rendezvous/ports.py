@@ -20,7 +20,8 @@ class PortInUseError(RendezvousError):
         self.host = host
         self.port = port
         self.holders = holders
-        who = " and ".join(f"process {pid} ({command})" for pid, command in holders)
+        # The first is the one that made it; the others are its children.
+        who = " and ".join(f"process {pid} ({command})" for pid, command in holders[:1])
         super().__init__(
             f"port {port} on {host} is in use by {who or 'a process that could not be found'}; "
             "choose another port (--master-port), or 0 for any free one"
@@ -111,4 +112,5 @@ def _command(pid: int) -> str:
             words = file.read(4096).replace(b"\0", b" ").decode("utf-8", "replace").strip()
     except OSError:
         words = ""
-    return words[:200] or "command unknown"
+    words = " ".join(words.split())  # a program given with -c has lines
+    return (words if len(words) <= 100 else f"{words[:97]}...") or "command unknown"

@@ -25,7 +25,7 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
         if not key:
             raise ValueError(
                 "The rendezvous configuration string must be in format "
-                f"<key1>=<value1>,...,<keyN>=<valueN>, got {config_str!r}."
+                "<key1>=<value1>,...,<keyN>=<valueN>."
             )
         if not value:
             raise ValueError(

@@ -22,6 +22,9 @@ def fq_hostname() -> str:
             _known[name] = socket.getfqdn(name)
 
         thread = threading.Thread(target=ask, name="phalanx-fqdn", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads for this user
+            return name
         thread.join(_LOOK_UP_LIMIT)
     return _known.get(name, name)
