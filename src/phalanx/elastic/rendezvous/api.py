@@ -213,8 +213,7 @@ class RendezvousParameters:
             if word in ("0", "false", "f", "no", "n"):
                 return False
         raise ValueError(
-            f"The rendezvous configuration option '{key}' does not represent a valid boolean "
-            "value."
+            f"The rendezvous configuration option '{key}' does not represent a valid boolean value."
         )
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
