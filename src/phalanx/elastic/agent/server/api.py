@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import inspect
 import json
+import math
 import os
 import signal
 import threading
@@ -476,7 +477,7 @@ class SimpleElasticAgent(ElasticAgent):
         is_shut_down = False
         try:
             result = self._invoke_run(role)
-            self._total_execution_time = int(time.monotonic() - start)
+            self._total_execution_time = math.ceil(time.monotonic() - start)
             self._record_metrics(result)
             self._record_worker_events(result)
             return result
@@ -495,7 +496,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._loop_tick = None
             if not is_shut_down:
                 self._shut_down_for_good()
-            self._total_execution_time = int(time.monotonic() - start)
+            self._total_execution_time = math.ceil(time.monotonic() - start)
 
     def _shut_down_for_good(self) -> None:
         """Shut down; a signal that interrupts it ends the workers at once, and is passed on then.
