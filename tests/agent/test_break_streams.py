@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,10 @@ import pytest
 
 import phalanx
 from phalanx import cli
-from phalanx.agent.console import Console
+from phalanx.agent.console import Console, Patient
+from phalanx.elastic.utils import hostname
+from phalanx.health import HealthServer, LoopHealth
+from phalanx.process.logs import OutputRelay
 from phalanx.process.page import ProgressPage
 from phalanx.process.supervisor import _KEEPER_CODE
 
@@ -80,22 +84,28 @@ def test_a_console_that_nobody_reads_does_not_hold_the_job_up(tmp_path, status: 
     assert done.returncode == status
 
 
-def test_the_console_says_how_much_it_did_not_say() -> None:
+def test_the_console_shows_late_what_was_not_taken_and_says_how_much_is_lost() -> None:
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     with os.fdopen(reader, "rb") as pipe, os.fdopen(writer, "w") as stream:
-        console = Console(stream, colour=False)
+        patient = Patient.over(stream)
+        assert isinstance(patient, Patient)
+        console = Console(patient, colour=False)
         begin = time.monotonic()
-        for number in range(300):
-            console.say(f"line {number}")
-        assert time.monotonic() - begin < 20  # one patience, not three hundred
-        early = os.read(pipe.fileno(), 65536).decode()
-        console.say("again")
-        late = os.read(pipe.fileno(), 65536).decode()
-    shown = early.count("phalanx: line ")
-    assert 0 < shown < 300
-    assert f"{300 - shown} lines" in late
-    assert late.endswith("phalanx: again\n")
+        for number in range(40):
+            console.say(f"line {number} " + "x" * 10_000)
+        assert time.monotonic() - begin < 10  # one patience, not forty
+        got = b""
+        while b"again" not in got:
+            got += os.read(pipe.fileno(), 65536)
+            if got.endswith(b"x\n"):
+                console.say("again")
+            console.catch_up()
+        patient.close()
+    text = got.decode()
+    shown = text.count("phalanx: line ")
+    assert 5 < shown < 40
+    assert f"[phalanx: {40 - shown} lines not shown" in text
 
 
 def test_an_interrupt_before_the_job_runs_is_no_traceback(monkeypatch, capsys) -> None:
@@ -151,3 +161,104 @@ def test_a_page_full_of_anything_can_be_read() -> None:
             assert told.first_beat_ns <= time.monotonic_ns()
         finally:
             page.close()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("option", ["", "-t2"])
+def test_tee_to_a_console_that_nobody_reads(tmp_path, option: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nfor _ in range(4000): print('x' * 100, file=sys.stderr)\n")
+    reader, writer = os.pipe()
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", "run", *option.split(), str(script)],
+            stderr=writer,
+            timeout=40,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert done.returncode == 0
+    assert time.monotonic() - begin < 9  # less than TailLog's own patience
+
+
+@pytest.mark.process
+def test_a_log_folder_in_which_nothing_can_be_made(job) -> None:
+    run = job("--log-dir /proc/self", "print('never')")
+    assert run.wait() == 126
+    assert "there can be no log files in /proc/self" in run.err
+    assert "Traceback" not in run.err
+
+
+@pytest.mark.process
+def test_a_restart_goes_on_when_the_log_folder_is_lost(job, tmp_path) -> None:
+    run = job(
+        f"--log-dir {tmp_path}/logs -t3",
+        """
+        import shutil
+        logs = os.environ["TEST_OUT"] + "/logs"
+        if ATTEMPT == 0:
+            shutil.rmtree(logs)
+            open(logs, "w").close()
+            os._exit(3)
+        print("second", file=sys.stderr)
+        """,
+    )
+    assert run.wait() == 0, run.err
+    assert "no log files from here on" in run.err
+    assert "second" in run.err
+    assert "Traceback" not in run.err
+
+
+@pytest.mark.process
+def test_whatever_a_worker_says_is_recorded_and_harms_nobody(job) -> None:
+    run = job(
+        "--max-restarts 0",
+        """
+        import json, socket
+        line = socket.socket(fileno=int(os.environ["PHALANX_CHANNEL_FD"]))
+        line.setblocking(True)
+        for kind in ("hello", "left", "fault", "good_step", "finished", "keep", "odd"):
+            for name in ("generation", "step", "kind", "type", "local_rank", "name", "self"):
+                for value in (None, True, 1.5, 10**30, "\\ud800", [], {}):
+                    said = {"v": 1, "type": kind, name: value}
+                    line.sendall(json.dumps(said).encode())
+        line.sendall(b'{"v": 1, "type": "odd", "local_rank": 7, "wall": NaN}')
+        for _ in range(3000): line.sendall(b"no message")
+        """,
+    )
+    assert run.wait() == 0, run.err
+    odd = [e["data"] for e in run.events("worker_said")]
+    assert odd
+    assert {e["local_rank"] for e in odd} == {0}
+    assert 100 < len(run.events("worker_garbled")) <= 1000
+
+
+def test_without_threads_left_a_host_still_has_a_name(monkeypatch) -> None:
+    monkeypatch.setattr(hostname, "_known", {})
+    monkeypatch.setattr(threading.Thread, "start", _no_thread)
+    assert hostname.fq_hostname() == socket.gethostname()
+
+
+def test_without_threads_left_there_is_no_relay_and_nothing_stays_open(monkeypatch) -> None:
+    relay = OutputRelay()
+    monkeypatch.setattr(threading.Thread, "start", _no_thread)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="ulimit -u"):
+        relay.attach(0, show=False)
+    assert os.listdir("/proc/self/fd") == before
+    relay.close()
+
+
+def test_without_threads_left_there_is_no_health_server_and_a_warning(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(threading.Thread, "start", _no_thread)
+    before = os.listdir("/proc/self/fd")
+    assert not HealthServer(LoopHealth(), 0).start()
+    assert "no health server" in caplog.text
+    assert os.listdir("/proc/self/fd") == before
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

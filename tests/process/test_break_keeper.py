@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from phalanx.process import supervisor as module
+from phalanx.process.preload import PreloadPlan
 from phalanx.process.supervisor import KeeperLost, SupervisorError
 
 pytestmark = pytest.mark.process
@@ -47,3 +48,16 @@ def test_a_keeper_with_nothing_to_say_is_not_lost(scene, monkeypatch):
     (worker,) = supervisor.start([scene.order(program)])
     assert not any(isinstance(h, KeeperLost) for h in scene.until_gone(supervisor, [worker]))
     assert worker.returncode == 0
+
+
+def test_without_threads_left_the_keeper_tells_of_a_death(scene, monkeypatch):
+    supervisor = scene.supervisor(PreloadPlan())
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(module.threading.Thread, "start", start)
+    (worker,) = supervisor.start([scene.order(scene.program("raise SystemExit(4)"), warm=True)])
+    scene.until_gone(supervisor, [worker])
+    assert worker.returncode == 4
+    assert worker.warm

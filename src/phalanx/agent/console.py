@@ -2,21 +2,123 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import select
 import stat
 import sys
+import threading
+import traceback
 from typing import TextIO
 
-_PATIENCE = 1.0  # seconds that a stuck stream may hold the agent up, once
+_PATIENCE = 1.0  # seconds that a stuck stream may hold its writer up, once
+_WAITING = 128 * 1024  # bytes that wait for a stuck stream before it does
+
+
+class Patient(io.TextIOBase):
+    """A text stream on a pipe, terminal or socket on which no write waits for long.
+
+    What one that takes nothing (a stopped terminal, a reader that does not read) does not
+    take is kept for later; what is too much for that is dropped, and it is said how much.
+    One that is broken raises OSError as usual.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Raises OSError or ValueError when there is no descriptor behind ``stream``."""
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._waiting = b""
+        self._lost = 0  # lines behind those
+        number = stream.fileno()
+        # O_NONBLOCK belongs to the open file, which we share with whoever started us: so the
+        # file is opened once more. A socket cannot be; what it polls writable it takes.
+        self._fd = number
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+            self._fd = os.open(f"/proc/self/fd/{number}", flags)
+
+    @classmethod
+    def over(cls, stream: TextIO | None) -> TextIO | None:
+        """``stream`` made patient, where that is possible and makes a difference."""
+        try:
+            kind = os.fstat(stream.fileno()).st_mode  # type: ignore[union-attr]
+            if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind) or stat.S_ISSOCK(kind):
+                return cls(stream)  # type: ignore[arg-type,return-value]
+        except (OSError, ValueError, AttributeError):
+            pass
+        return stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding or "utf-8"
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self._stream.errors
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        data = text.encode(self.encoding, "backslashreplace")
+        with self._lock:
+            self._push(0)
+            if len(self._waiting) > _WAITING and not self._lost:
+                self._push(_PATIENCE)
+            if len(self._waiting) > _WAITING:
+                self._lost += data.count(b"\n") or 1
+                return len(text)
+            if self._lost:
+                note = f"[phalanx: {self._lost} lines not shown: the console was too slow]\n"
+                self._waiting += note.encode()
+                self._lost = 0
+            self._waiting += data
+            self._push(0)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what waits, as far as it goes out at once."""
+        if self._waiting:
+            with self._lock:
+                self._push(0)
+
+    def drain(self) -> None:
+        """The last flush: waits a moment."""
+        with self._lock:
+            self._push(_PATIENCE)
+
+    def _push(self, patience: float) -> None:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        try:
+            while self._waiting and poll.poll(patience * 1000):
+                count = os.write(self._fd, self._waiting[: select.PIPE_BUF])
+                self._waiting = self._waiting[count:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._waiting = b""
+            raise
+
+    def close(self) -> None:
+        if self._fd >= 0 and self._fd != self._stream.fileno():
+            os.close(self._fd)
+        self._fd = -1
+        super().close()
 
 
 class Console:
     """Lines with ``phalanx:`` in front; coloured on a terminal, plain otherwise.
 
     A stream that cannot be written to any more (closed pipe, full disk) is given up
-    silently, and one that takes nothing (a stopped terminal, a reader that does not read)
-    costs lines: what a person would read must not harm training.
+    silently: what a person would read must not harm training.
     """
 
     def __init__(self, stream: TextIO | None = None, colour: bool | None = None) -> None:
@@ -29,8 +131,6 @@ class Console:
                 and os.environ.get("TERM") != "dumb"
             )
         self.colour = colour
-        self._lost = 0  # lines, since the stream took the last one
-        self._fd = _unblocking(self.stream)
 
     def _write(self, text: str, paint: str = "") -> None:
         head = "phalanx:"
@@ -42,33 +142,17 @@ class Console:
 
     def _put(self, text: str) -> None:
         try:
-            if self._fd is None:
-                self.stream.write(text)
-                self.stream.flush()
-                return
-            self.stream.flush()  # whoever else writes there has its turn first
-            encoding = getattr(self.stream, "encoding", None) or "utf-8"
-            left = self._missed().encode() + text.encode(encoding, "backslashreplace")
-            while left and self._takes_more():
-                left = left[os.write(self._fd, left) :]
-            if left:
-                self._lost += text.count("\n")
-        except BlockingIOError:
-            self._lost += text.count("\n")
+            self.stream.write(text)
+            self.stream.flush()
         except (OSError, ValueError, AttributeError):
             pass
 
-    def _takes_more(self) -> bool:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)  # type: ignore[arg-type]
-        return bool(poll.poll(0 if self._lost else _PATIENCE * 1000))
-
-    def _missed(self) -> str:
-        """What to say first when the stream takes lines again."""
-        if not self._lost or not self._takes_more():
-            return ""
-        lost, self._lost = self._lost, 0
-        return f"[phalanx: {lost} lines of its own not shown: the console was too slow]\n"
+    def catch_up(self) -> None:
+        """Show what the stream has not taken yet, if it takes it now."""
+        try:
+            self.stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
 
     def say(self, text: str) -> None:
         """Something happened as it should."""
@@ -91,21 +175,22 @@ class Console:
         self._put("".join(f"phalanx: {line}\n" for line in lines))
 
 
-def _unblocking(stream: TextIO | None) -> int | None:
-    """A descriptor for the pipe or terminal behind ``stream`` whose writes never block.
+class ConsoleHandler(logging.Handler):
+    """What our loggers say, as lines of the console; a traceback only of a defect."""
 
-    None: it is neither. The file is opened once more, because O_NONBLOCK belongs to the open
-    file, which we share with whoever started us.
-    """
-    try:
-        number = stream.fileno()  # type: ignore[union-attr]
-        kind = os.fstat(number).st_mode
-        if not (stat.S_ISFIFO(kind) or stat.S_ISCHR(kind)):
-            return None
-        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-        return os.open(f"/proc/self/fd/{number}", flags)
-    except (OSError, ValueError, AttributeError):
-        return None
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Never raises."""
+        try:
+            self._console.warn(record.getMessage())
+            error = record.exc_info[1] if record.exc_info else None
+            if error is not None and not isinstance(error, OSError):
+                self._console.quote("".join(traceback.format_exception(error)).splitlines())
+        except Exception:
+            self.handleError(record)
 
 
 def seconds(value: float) -> str:

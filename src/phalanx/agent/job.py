@@ -72,6 +72,9 @@ START_SECONDS = 600.0
 PREPARE_AFTER = 1.0
 """Seconds after a start when the next set of warm workers is forked."""
 
+SAID_LIMIT = 1000
+"""How many messages of one worker the events record takes."""
+
 TIMER_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 
@@ -141,6 +144,7 @@ class JobAgent(SimpleElasticAgent):
         self._hung: dict[int, str] = {}  # worker id: why
         self._envs: dict[int, dict[str, str]] = {}
         self._store_process: StoreProcess | None = None
+        self._old_stores: list[StoreProcess] = []  # of the generations of this episode
         # None until a worker says hello: a plain program needs no machine
         self._machine: ep.State | None = None
         self._why_group: str | None = None
@@ -160,6 +164,7 @@ class JobAgent(SimpleElasticAgent):
         # what other threads found to hang: worker, why; the loop ends them
         self._condemned: deque[tuple[WorkerProcess, str]] = deque()
         self._said_unlike = False
+        self._said: dict[int, int] = {}  # by worker id: messages that are recorded as they are
         supervisor.on_turn = health.tick
 
     # ------------------------------------------------------------------ starting
@@ -195,7 +200,14 @@ class JobAgent(SimpleElasticAgent):
             )
             for w in worker_group.workers
         }
-        dest = self.streams.begin(self._envs, prefixes)
+        try:
+            dest = self.streams.begin(self._envs, prefixes)
+        except OSError as error:
+            folder = self.config.log_dir or error.filename
+            raise CannotStart(
+                f"there can be no log files in {folder}: {error.strerror}",
+                exit_codes.CANNOT_START,
+            ) from error
         for local_rank, path in dest.error_files.items():
             _forget(path)
             self._envs[local_rank].setdefault("TORCHELASTIC_ERROR_FILE", path)
@@ -316,7 +328,13 @@ class JobAgent(SimpleElasticAgent):
             self._store_process = self.supervisor.start_store(handler.claim_listener())
         return True
 
+    def _close_old_stores(self) -> None:
+        stores, self._old_stores = self._old_stores, []
+        for store in stores:
+            store.close()
+
     def _close_store(self) -> None:
+        self._close_old_stores()
         store, self._store_process = self._store_process, None
         if store is not None:
             store.close()
@@ -391,6 +409,13 @@ class JobAgent(SimpleElasticAgent):
             self._note_all(self.supervisor.wait(0))
             if self._keeper_lost is None:
                 raise
+        except CannotStart:
+            raise
+        except RuntimeError as error:
+            if "new thread" not in str(error):
+                raise
+            text = f"the workers cannot be started: {error} (see ulimit -u)"
+            raise CannotStart(text, exit_codes.CANNOT_START) from error
 
     def _supervise(self) -> RunResult:
         """Until all workers have ended well, or the group has to be started again."""
@@ -457,11 +482,12 @@ class JobAgent(SimpleElasticAgent):
         elif isinstance(happening, WorkerSpoke):
             self._on_message(happening.worker, happening.message)
         elif isinstance(happening, WorkerGarbled):
-            self.events.record(
-                "worker_garbled",
-                local_rank=happening.worker.local_rank,
-                error=str(happening.error),
-            )
+            if self._worth_recording(happening.worker):
+                self.events.record(
+                    "worker_garbled",
+                    local_rank=happening.worker.local_rank,
+                    error=str(happening.error),
+                )
         elif isinstance(happening, KeeperReady):
             told = happening.report
             self.events.record(
@@ -482,6 +508,9 @@ class JobAgent(SimpleElasticAgent):
             self.events.record("keeper_lost", reason=happening.reason)
         elif isinstance(happening, StoreLost):
             self.events.record("store_lost", returncode=happening.store.returncode)
+            if happening.store in self._old_stores:
+                self._old_stores.remove(happening.store)
+                return
             self._store_process = None
             self._give_up("the workers' store was lost")
 
@@ -556,7 +585,10 @@ class JobAgent(SimpleElasticAgent):
             self._advance(ep.Left(rank, generation))
         elif message.type == "fault":
             kind, text = str(say.get("kind", ""))[:40], str(say.get("text", ""))[:2000]
-            self.events.record("worker_fault", local_rank=rank, fault=kind, text=text, step=step)
+            if self._worth_recording(worker):
+                self.events.record(
+                    "worker_fault", local_rank=rank, fault=kind, text=text, step=step
+                )
             self._advance(ep.Fault(rank, generation, kind, text, step))
         elif message.type == "good_step":
             told = say.get("report")
@@ -564,8 +596,14 @@ class JobAgent(SimpleElasticAgent):
             self._advance(ep.GoodStep(rank, generation, step or 0, known))
         elif message.type == "finished":
             self._advance(ep.Finished(rank))
-        else:
-            self.events.record("worker_said", local_rank=rank, type=message.type, **_plain(say))
+        elif self._worth_recording(worker):
+            said = {**_plain(say), "local_rank": rank, "type": message.type}
+            self.events.record("worker_said", **said)
+
+    def _worth_recording(self, worker: WorkerProcess) -> bool:
+        """Whether to record another message as it came: who never stops sending fills no disk."""
+        count = self._said[worker.id] = self._said.get(worker.id, 0) + 1
+        return count <= SAID_LIMIT
 
     def _keep(self, worker: WorkerProcess, message: Message) -> None:
         """Hold a descriptor for a rank's next incarnation."""
@@ -657,8 +695,10 @@ class JobAgent(SimpleElasticAgent):
                 store=f"{where.master_addr}:{where.master_port}" if where else "",
                 previous_rank=rank if rank in effect.survivors else None,
             )
-        if old is not None:
-            old.close()
+        if old is not None and not old.gone:
+            # Somebody may be about to connect to it: until the group has come together
+            # nobody may be left knocking at a closed door.
+            self._old_stores.append(old)
         self._prepare_at = time.monotonic() + PREPARE_AFTER
 
     def _tell(
@@ -673,6 +713,7 @@ class JobAgent(SimpleElasticAgent):
 
     def _recovered_in_place(self, effect: ep.Recovered) -> None:
         done = effect.episode
+        self._close_old_stores()
         self.timeline.in_place += 1
         self.timeline.recovering += effect.seconds
         lost = [n for _, r in done.reports if isinstance(n := r.get("lost_steps"), int) and n >= 0]
@@ -1026,8 +1067,8 @@ class JobAgent(SimpleElasticAgent):
 
     def _pass_on(self, number: int) -> None:
         """A signal for the program: to every worker alone."""
-        for worker in list(self._workers.values()):
-            if worker.alive and worker.pidfd >= 0:
+        for worker in self.supervisor.running():  # ours may still be in the making
+            if worker.alive:
                 try:
                     # not worker.signal(): that would count as a stop of ours
                     syscalls.pidfd_send_signal(worker.pidfd, number)

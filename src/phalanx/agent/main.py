@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -10,7 +12,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from phalanx.agent import exit_codes
-from phalanx.agent.console import Console
+from phalanx.agent.console import Console, ConsoleHandler, Patient
 from phalanx.agent.job import CannotStart, JobAgent
 from phalanx.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from phalanx.elastic.events import Event, get_logging_handler, record
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
 def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
     """Run the job with a supervisor that is open; closes it."""
+    sys.stdout, sys.stderr = Patient.over(sys.stdout), Patient.over(sys.stderr)
     console = Console()
+    logging.getLogger("phalanx").addHandler(ConsoleHandler(console))
     events = EventLog(config.events, "agent", run_id=config.run_id, epoch=0, node=0)
     health = LoopHealth()
     server = None
@@ -67,6 +71,12 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
             console.fail(str(error.args[0] if isinstance(error, KeyError) else error))
             return exit_codes.USAGE
         health.facts = agent.facts
+
+        def turn() -> None:
+            health.tick()
+            console.catch_up()
+
+        supervisor.on_turn = turn
         agent.signals.install()
         events.record("run_began", argv=list(config.program.argv), nproc=config.nproc)
         status = _run(agent, console)
@@ -81,6 +91,10 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
         if server is not None:
             server.stop()
         events.close()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, Patient):
+                with contextlib.suppress(OSError):
+                    stream.drain()
 
 
 def _run(agent: JobAgent, console: Console) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -13,6 +14,8 @@ from phalanx.agent.config import JobConfig
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
 from phalanx.elastic.multiprocessing.tail_log import TailLog
 from phalanx.process.logs import OutputRelay, tail_of_file
+
+logger = logging.getLogger(__name__)
 
 
 class Streams:
@@ -52,7 +55,15 @@ class Streams:
     def begin(self, envs: dict[int, dict[str, str]], prefixes: Mapping[int, str]) -> LogsDest:
         """Folders and files for an attempt; adds TORCHELASTIC_ERROR_FILE to each environment."""
         self.end_attempt()
-        dest = self._dest = self.specs.reify(envs)
+        try:
+            dest = self.specs.reify(envs)
+        except OSError as error:
+            if self.keeps_logs and self._dest is None:
+                raise
+            # A restart, or nobody wants logs: training matters more than they do.
+            logger.warning("no log files from here on: %s", error)
+            dest = LogsDest()
+        self._dest = dest
         for name, files, out in (
             ("stdout", dest.tee_stdouts, sys.stdout),
             ("stderr", dest.tee_stderrs, sys.stderr),
@@ -93,17 +104,23 @@ class Streams:
         The caller closes them once the worker has them.
         """
         assert self._dest is not None
-        out = self._file(self._dest.stdouts.get(local_rank, ""))
-        err = self._file(self._dest.stderrs.get(local_rank, ""))
+        out = self._file(self._dest.stdouts, local_rank)
+        err = self._file(self._dest.stderrs, local_rank)
         if err is None:
             err = self.relay.attach(local_rank, "stderr")
         return out, err
 
     @staticmethod
-    def _file(path: str) -> int | None:
+    def _file(paths: dict[int, str], local_rank: int) -> int | None:
+        path = paths.get(local_rank, "")
         if not path:
             return None
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            logger.warning("not logged to a file: %s", error)
+            paths[local_rank] = ""
+            return None
 
     def last_lines(self, local_rank: int) -> tuple[Sequence[str], str]:
         """The last lines of a dead worker's stderr, and the file they are in ("" if none)."""

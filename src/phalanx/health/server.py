@@ -76,11 +76,18 @@ class HealthServer:
                     "no health server at %s port %s: %s", self._host or "*", self._wanted_port, e
                 )
                 return False
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._address = listener.getsockname()[:2]
-            loop = _Loop(listener, self._wake, self._answer)
-            self._thread = threading.Thread(target=loop.run, name="health-server", daemon=True)
-            self._thread.start()
+            wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            address = listener.getsockname()[:2]
+            loop = _Loop(listener, wake, self._answer)
+            thread = threading.Thread(target=loop.run, name="health-server", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as e:
+                loop.close()
+                os.close(wake)
+                logger.warning("no health server at %s port %s: %s", *address, e)
+                return False
+            self._wake, self._address, self._thread = wake, address, thread
         logger.info("health server at %s port %s", *self._address)
         return True
 
@@ -190,17 +197,21 @@ class _Loop:
 
     def run(self) -> None:
         try:
-            with self._selector:
-                self._selector.register(self._listener, selectors.EVENT_READ)
-                self._selector.register(self._wake, selectors.EVENT_READ)
-                while self._turn():
-                    pass
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            while self._turn():
+                pass
         except Exception:
             logger.warning("the health server ends after an error", exc_info=True)
         finally:
-            for connection in self._connections.values():
-                connection.sock.close()
-            self._listener.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close everything; after, or instead of, ``run``."""
+        for connection in self._connections.values():
+            connection.sock.close()
+        self._listener.close()
+        self._selector.close()
 
     def _turn(self) -> bool:
         timeout = None

@@ -156,6 +156,8 @@ def parse(data: Any, changed_ns: int) -> ErrorRecord | None:
     else:
         return None
     timestamp = _integer(clock.get("timestamp")) or 0
+    if timestamp * _SECOND >= 1 << 63:  # no time that a clock has shown
+        timestamp = 0
     exact = _integer(clock.get("timestamp_ns"))
     if exact is not None and (not timestamp or exact // _SECOND == timestamp):
         time_ns = exact

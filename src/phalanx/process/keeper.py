@@ -337,7 +337,14 @@ class Keeper:
         ours, theirs = wire.pair()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            why = f"no process for the imports could be forked: {error.strerror}"
+            self.tell({"ev": "ready", "report": None, "why_not": why})
+            return
         if pid == 0:
             try:
                 self.forget()

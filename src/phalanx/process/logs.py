@@ -9,6 +9,7 @@ lines on the console (it is said how many), not the workers' time.
 from __future__ import annotations
 
 import collections
+import errno
 import fcntl
 import logging
 import os
@@ -340,10 +341,16 @@ class OutputRelay:
             self._tails[local_rank, stream] = source
             self._epoll.register(reader, select.EPOLLIN)
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name="phalanx-output-relay", daemon=True
                 )
-                self._thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._drop(source)
+                    os.close(writer)
+                    raise OSError(errno.EAGAIN, f"{error} (see ulimit -u)") from None
+                self._thread = thread
         return writer
 
     def drain(self, local_rank: int, timeout: float = 0.5) -> None:

@@ -599,6 +599,13 @@ class Supervisor:
         """Undo `watch`; before ``fd`` is closed."""
         self._unhandle(fd)
 
+    def running(self) -> list[WorkerProcess]:
+        """Those that have started and are not gone, in a start under way too.
+
+        To be called between other calls here, or from a signal handler during one.
+        """
+        return [worker for worker in list(self._workers.values()) if worker.pidfd >= 0]
+
     def signal(self, workers: Iterable[WorkerProcess], signum: int) -> None:
         """Send ``signum`` to each worker alone; those that are gone are passed over."""
         for worker in workers:
@@ -802,12 +809,16 @@ class Supervisor:
 
     def _watch_death(self, worker: WorkerProcess) -> None:
         if worker.watcher is None:
-            worker.watcher = threading.Thread(
+            watcher = threading.Thread(
                 target=self._await_death, args=(worker,), name="phalanx-death", daemon=True
             )
+            try:
+                watcher.start()
+            except RuntimeError:  # no more threads for this user: the keeper will tell
+                return
+            worker.watcher = watcher
             self._watchers = [thread for thread in self._watchers if thread.is_alive()]
-            self._watchers.append(worker.watcher)
-            worker.watcher.start()
+            self._watchers.append(watcher)
 
     def _await_death(self, worker: WorkerProcess) -> None:
         if not worker.page.await_death():
