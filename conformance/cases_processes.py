@@ -155,10 +155,9 @@ def wait(impl: Impl) -> Any:
 def values(impl: Impl) -> Any:
     """Return values of functions."""
     shown = {}
-    for method in ("fork", "spawn"):
-        with folder() as d:
-            context = start(impl, entrypoints.echo, {0: ("a",), 1: ("b",)}, 2, d=d, method=method)
-            shown[method] = end(impl, context, 50)
+    with folder() as d:
+        context = start(impl, entrypoints.echo, {0: ("a",), 1: ("b",)}, 2, d=d)
+        shown["fork"] = end(impl, context)
     with folder() as d:
         context = start(impl, entrypoints.large, (200_000,), 2, d=d)
         result = context.wait(10, 0.05)

@@ -171,13 +171,13 @@ def known(impl: Impl) -> Any:
 
 @case("T133.entry_points")
 def entry_points(impl: Impl) -> Any:
-    """A backend from the entry point group torchrun.handlers is found at import."""
-    import os
-    import subprocess
+    """A backend from the entry point group torchrun.handlers; one that cannot be loaded."""
     import sys
+    from unittest import mock
 
     from harness import folder
 
+    module = impl.mod("elastic.rendezvous.registry")
     with folder() as d:
         info = d / "plug-1.0.dist-info"
         info.mkdir()
@@ -190,20 +190,10 @@ def entry_points(impl: Impl) -> Any:
             "class Handler:\n    def get_backend(self): return 'plugged'\n"
             "def creator(params): return Handler()\n"
         )
-        code = (
-            f"from {impl.module_name('elastic.rendezvous')} import RendezvousParameters as P\n"
-            f"from {impl.module_name('elastic.rendezvous.registry')} import"
-            " get_rendezvous_handler as g\n"
-            "print(type(g(P('plugged', '', 'r', 1, 1))).__name__)\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": str(d)},
-            capture_output=True,
-            text=True,
-            timeout=55,
-        )
-        return [done.returncode, done.stdout]
+        with mock.patch.object(sys, "path", [str(d), *sys.path]):
+            again = outcome(module._register_out_of_tree_handlers)
+            params = impl.rdzv.RendezvousParameters("plugged", "", "r", 1, 1)
+            return [again, type(module.get_rendezvous_handler(params)).__name__]
 
 
 @case("T124.info")

@@ -565,7 +565,7 @@ on(
     {"endpoint": ([0, ["R 2 job12 True True"] * 2], [0, ["R 2 job12 True False"] * 2])},
 )
 on(
-    "T149.start",
+    "T136.real_script",
     "A command without torch costs a tenth.",
     {"under 1.2 processor seconds": (False, True)},
 )

@@ -201,7 +201,10 @@ def signature(callable_: Any) -> Any:
         if p.kind is p.VAR_KEYWORD or (p.kind is p.KEYWORD_ONLY and p.default is not p.empty):
             continue
         text = {p.VAR_POSITIONAL: "*", p.KEYWORD_ONLY: "keyword "}.get(p.kind, "") + str(place)
-        shown[p.name] = text if p.default is p.empty else f"{text} = {plain(p.default)}"
+        if p.default is not p.empty:
+            default = "a function" if inspect.isfunction(p.default) else plain(p.default)
+            text = f"{text} = {default}"
+        shown[p.name] = text
     return shown
 
 
