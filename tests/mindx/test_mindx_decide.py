@@ -146,8 +146,7 @@ def test_the_pth_file(tmp_path, monkeypatch, capsys):
 
 def test_importing_the_api_does_not_import_torch_or_grpc():
     code = (
-        "import sys, mindx_elastic.api\n"
-        "print([n for n in ('torch', 'grpc') if n in sys.modules])"
+        "import sys, mindx_elastic.api\nprint([n for n in ('torch', 'grpc') if n in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -215,9 +215,15 @@ def test_bytes(module, name, fields, table):
 
 @pytest.mark.parametrize(
     ("module", "table", "own"),
-    [(recover_pb2, RECOVER, OWN), (fault_pb2, FAULT, {}), (pubfault_pb2, PUBFAULT, {}),
-     (config_pb2, CONFIG, {}), (job_pb2, JOB, {}), (profiling_pb2, PROFILING, {}),
-     (control_pb2, CONTROL, {})],
+    [
+        (recover_pb2, RECOVER, OWN),
+        (fault_pb2, FAULT, {}),
+        (pubfault_pb2, PUBFAULT, {}),
+        (config_pb2, CONFIG, {}),
+        (job_pb2, JOB, {}),
+        (profiling_pb2, PROFILING, {}),
+        (control_pb2, CONTROL, {}),
+    ],
 )
 def test_nothing_beyond_the_tables(module, table, own):
     for name, service in module.SERVICES.items():

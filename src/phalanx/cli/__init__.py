@@ -12,8 +12,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "check": ("phalanx.cli.check", "say what a script needs and what could be recovered"),
     "controller": ("phalanx.cli.controller", "serve the recovery protocol for a cluster"),
     "jobs": ("phalanx.cli.jobs", "list the jobs of a controller"),
-    "fault": ("phalanx.cli.fault", "tell a controller of a broken node or device, or ask"),
-    "mindx": ("phalanx.cli.mindx", "give every torchrun here mindx_elastic's patch, or not"),
+    "fault": ("phalanx.cli.fault", "report what is broken to a controller, or list it"),
+    "mindx": ("phalanx.cli.mindx", "switch mindx_elastic's patch of torchrun on or off"),
 }
 
 

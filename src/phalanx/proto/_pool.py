@@ -37,9 +37,7 @@ def load(serialized: bytes) -> dict[str, Any]:
         for name, descriptor in file.message_types_by_name.items()
     }
     services: dict[str, dict[str, Method]] = {}
-    for service, service_proto in zip(
-        file.services_by_name.values(), proto.service, strict=True
-    ):
+    for service, service_proto in zip(file.services_by_name.values(), proto.service, strict=True):
         services[service.full_name] = {
             method.name: Method(
                 f"/{service.full_name}/{method.name}",

@@ -24,9 +24,7 @@ def _descriptors(proto: Path) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "set"
-        code = protoc.main(
-            ["protoc", f"-I{HERE}", f"--descriptor_set_out={out}", str(proto)]
-        )
+        code = protoc.main(["protoc", f"-I{HERE}", f"--descriptor_set_out={out}", str(proto)])
         if code:
             raise SystemExit(f"protoc could not read {proto.name}")
         return descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file[0]
@@ -76,9 +74,7 @@ def _stub(file: Any) -> str:
             if entry is not None:
                 pair = ", ".join(plain(f) for f in entry.field)
                 has, takes = f"MutableMapping[{pair}]", f"Mapping[{pair}]"
-                attributes.append(
-                    f"    @property\n    def {name}(self) -> {has}: ..."
-                )
+                attributes.append(f"    @property\n    def {name}(self) -> {has}: ...")
             elif field.label == 3:
                 has, takes = f"MutableSequence[{plain(field)}]", f"Iterable[{plain(field)}]"
                 if field.type == 11:
