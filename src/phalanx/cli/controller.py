@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
         from phalanx.proto import _pool  # noqa: F401
     except ImportError as error:
         print(
-            f"phalanx controller: {error}; install the extra: pip install 'phalanx[control]'",
+            f"phalanx controller: {error}; pip install grpcio protobuf",
             file=sys.stderr,
         )
         return 1

@@ -33,7 +33,7 @@ def run(
 
         from phalanx.client.channel import Credentials, Stub, connect, metadata
     except ImportError as error:
-        print(f"{prog}: {error}; pip install 'phalanx[control]'", file=sys.stderr)
+        print(f"{prog}: {error}; pip install grpcio protobuf", file=sys.stderr)
         return 1
     token = os.environ.get("PHALANX_CONTROLLER_TOKEN", "")
     try:
