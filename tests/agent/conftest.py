@@ -18,6 +18,21 @@ import pytest
 
 LIMIT = 60.0
 
+HEAD = """
+import os, signal, sys, time
+RANK = int(os.environ["RANK"]); ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def say(*words):
+    line = " ".join(map(str, words)) + "\\n"
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    fd = os.open(os.environ["TEST_OUT"] + "/said", flags)
+    os.write(fd, line.encode()); os.close(fd)
+def wait_for(name, limit=50):
+    end = time.monotonic() + limit
+    while not os.path.exists(os.environ["TEST_OUT"] + "/" + name):
+        if time.monotonic() > end: sys.exit(99)
+        time.sleep(0.01)
+"""
+
 
 class Job:
     """One ``phalanx run``. Its workers write lines into ``folder`` with ``say``."""
@@ -81,24 +96,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     def start(
         options: str, source: str, env: dict[str, str] | None = None, args: list[str] | None = None
     ) -> Job:
-        head = textwrap.dedent(
-            """
-            import os, signal, sys, time
-            RANK = int(os.environ["RANK"]); ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-            def say(*words):
-                line = " ".join(map(str, words)) + "\\n"
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-                fd = os.open(os.environ["TEST_OUT"] + "/said", flags)
-                os.write(fd, line.encode()); os.close(fd)
-            def wait_for(name, limit=50):
-                end = time.monotonic() + limit
-                while not os.path.exists(os.environ["TEST_OUT"] + "/" + name):
-                    if time.monotonic() > end: sys.exit(99)
-                    time.sleep(0.01)
-            """
-        )
         script = tmp_path / "script.py"
-        script.write_text(head + textwrap.dedent(source))
+        script.write_text(HEAD + textwrap.dedent(source))
         jobs.append(Job(tmp_path, [*options.split(), str(script), *(args or [])], env))
         return jobs[-1]
 

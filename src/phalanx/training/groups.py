@@ -40,6 +40,9 @@ BACKEND = "phalanx"
 _MAX_ARRIVAL = 1 << 20
 
 
+_STORE_TRY_SECONDS = 2.0
+
+
 class GroupBroken(RuntimeError):
     """A collective of a generation that is over."""
 
@@ -466,6 +469,26 @@ for _name in passed_on():
     setattr(Group, _name, _pass(_name))
 
 
+class _Waiter:
+    """Something done in a thread of its own by someone who may stop waiting for it."""
+
+    def __init__(self, do: Callable[[], Any]) -> None:
+        self.news = threading.Event()
+        self.done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._do = do
+        threading.Thread(target=self._run, name="phalanx-connect", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._do()
+        except BaseException as error:
+            self.error = error
+        self.done = True
+        self.news.set()
+
+
 class Fabric:
     """All groups of this process, and the generation they belong to."""
 
@@ -487,6 +510,7 @@ class Fabric:
         # Inner groups of a generation that is over. Letting go of one blocks as long as another
         # thread is inside it, so the thread that cuts only puts it here.
         self._over: list[Any] = []
+        self._waiters: list[_Waiter] = []
 
     # -- groups come and go -------------------------------------------------
 
@@ -575,6 +599,34 @@ class Fabric:
         with self._making:
             return self._connect(generation, store_at)
 
+    def _connect_store(self, host: str, port: int, generation: int, limit: timedelta) -> Any:
+        """A client of the store, connected in short tries: torch's own retry, which nothing
+        interrupts, would go on knocking after the generation was cut.
+
+        :raises GroupBroken: the generation was cut meanwhile.
+        :raises RuntimeError: the store could not be reached in time.
+        """
+        end = time.monotonic() + limit.total_seconds()
+        while True:
+            with self._lock:
+                if self._cut_at >= generation:
+                    raise GroupBroken(f"generation {generation} is over")
+            left = max(0.0, end - time.monotonic())
+            try:
+                store = dist.TCPStore(
+                    host,
+                    port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=min(_STORE_TRY_SECONDS, max(0.1, left))),
+                )
+            except RuntimeError:
+                if left <= 0:
+                    raise
+                continue
+            store.set_timeout(limit)
+            return store
+
     def _connect(self, generation: int, store_at: str) -> dict[str, float]:
         begun = time.monotonic()
         host, _, port = store_at.rpartition(":")
@@ -590,7 +642,7 @@ class Fabric:
             record.watch({int(port)})
             self._store_sockets = record
         self._store = None
-        tcp = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+        tcp = self._connect_store(host, int(port), generation, limit)
         record.note()
         store = dist.PrefixStore(f"phalanx/{generation}", tcp)
         ready = [kind(host) for kind in transports()]
@@ -641,13 +693,7 @@ class Fabric:
         store = dist.PrefixStore(f"group/{group.group_name}", self._store)
         made = []
         for transport in self._transports:
-            kind, backend = transport.connect(
-                dist.PrefixStore(transport.devices[0], store),
-                group.rank(),
-                group.size(),
-                # While it is made: the bound for connecting; then the group's own.
-                timedelta(seconds=self.connect_timeout),
-            )
+            kind, backend = self._connected(transport, store, group)
             if hasattr(backend, "_set_default_timeout"):
                 backend._set_default_timeout(group.timeout)
             for device in transport.devices:
@@ -658,6 +704,33 @@ class Fabric:
                 raise GroupBroken(f"generation {self.generation} is over")
             group._inner = inner
         return inner
+
+    def _connected(self, transport: Transport, store: Any, group: Group) -> Any:
+        """Connect one group. Whoever waits here is out at once when the generation is cut: a peer
+        that died before it connected leaves gloo waiting without a socket to shut down."""
+        waiter = _Waiter(
+            lambda: transport.connect(
+                dist.PrefixStore(transport.devices[0], store),
+                group.rank(),
+                group.size(),
+                # While it is made: the bound for connecting; then the group's own.
+                timedelta(seconds=self.connect_timeout),
+            )
+        )
+        with self._lock:
+            over = self._cut_at >= self.generation
+            self._waiters.append(waiter)
+        if not over:
+            waiter.news.wait(self.connect_timeout + 10)
+        with self._lock:
+            self._waiters.remove(waiter)
+        if not waiter.done:
+            raise GroupBroken(
+                f"generation {self.generation} is over, or its ranks did not connect in time"
+            )
+        if waiter.error is not None:
+            raise waiter.error
+        return waiter.result
 
     # -- broken --------------------------------------------------------------
 
@@ -682,6 +755,8 @@ class Fabric:
                 group._inner = None
         for transport in self._transports:
             transport.cut()
+        for waiter in self._waiters:
+            waiter.news.set()
         if self._store_sockets is not None:
             self._store_sockets.cut()
 
