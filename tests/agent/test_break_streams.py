@@ -17,6 +17,7 @@ import phalanx
 from phalanx import cli
 from phalanx.agent.console import Console, Patient
 from phalanx.elastic.utils import hostname
+from phalanx.events import EventLog
 from phalanx.health import HealthServer, LoopHealth
 from phalanx.process.logs import OutputRelay
 from phalanx.process.page import ProgressPage
@@ -234,6 +235,19 @@ def test_whatever_a_worker_says_is_recorded_and_harms_nobody(job) -> None:
     assert odd
     assert {e["local_rank"] for e in odd} == {0}
     assert 100 < len(run.events("worker_garbled")) <= 1000
+
+
+def test_events_into_a_pipe_that_nobody_reads_are_lost(tmp_path, caplog) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    log = EventLog(path, "agent")
+    log.record("anything")
+    assert "events are lost" in caplog.text
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0):
+        heard = EventLog(path, "agent")
+        for _ in range(1000):
+            heard.record("anything", text="x" * 1000)  # more than the pipe holds
+        heard.close()
 
 
 def test_without_threads_left_a_host_still_has_a_name(monkeypatch) -> None:

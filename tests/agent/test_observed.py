@@ -55,6 +55,8 @@ def test_the_four_paths_answer_truly_in_every_phase(job) -> None:
     code, text = ask(port, "/metrics")
     assert code == 200
     assert "phalanx_alive 1.0" in text
+    assert "phalanx_workers_alive 2.0" in text
+    assert "phalanx_step 1.0" in text
 
     (run.folder / "fall").touch()
     run.until(lambda: "stopping" in run.said())  # the group is being stopped, in its grace

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from phalanx.elastic.timer import FileTimerServer
     from phalanx.events import EventLog
-    from phalanx.health import LoopHealth
+    from phalanx.health import LoopHealth, Metric
     from phalanx.process.oom import Mark, OomWatch
     from phalanx.process.preload import PreloadReport
     from phalanx.process.store_process import StoreProcess
@@ -525,7 +525,8 @@ class JobAgent(SimpleElasticAgent):
         self._note_death(worker)
         if not self._is_current(worker):
             return
-        how = report.how(self._end_of(worker, light=True))
+        end = self._end_of(worker, light=True)
+        how = report.how(end)
         if self._machine is None:
             if worker.returncode != 0:
                 self._give_up(f"rank {worker.local_rank} {how}")
@@ -534,7 +535,8 @@ class JobAgent(SimpleElasticAgent):
         else:
             hung = worker.id in self._hung
             step = worker.page.read().step
-            self._advance(_episodes().Died(worker.local_rank, how, step, hung))
+            died = _episodes().Died(worker.local_rank, how, step, hung)
+            self._advance(died, report.describe(end))
 
     def _note_death(self, worker: WorkerProcess) -> None:
         self.events.record(
@@ -621,8 +623,8 @@ class JobAgent(SimpleElasticAgent):
             return
         kept[name] = message.fds[0]
 
-    def _advance(self, event: ep.Event) -> None:
-        """Feed the machine and carry out what it says."""
+    def _advance(self, event: ep.Event, words: str | None = None) -> None:
+        """Feed the machine and carry out what it says; ``words`` tell a person of the event."""
         assert self._machine is not None
         before = self._machine.episode
         self._machine, effects = _episodes().advance(self._machine, event, time.monotonic())
@@ -630,7 +632,9 @@ class JobAgent(SimpleElasticAgent):
         if now is not None and (before is None or before.number != now.number):
             self.events.update(episode=now.number)
             self.events.record("episode_began", cause=now.cause, strategy=now.strategy)
-            self.console.warn(now.cause)
+            self.console.warn(words or now.cause)
+        elif words:
+            self.console.warn(words)
         for effect in effects:
             self._carry_out(effect)
 
@@ -991,7 +995,7 @@ class JobAgent(SimpleElasticAgent):
         assert self.verdict is not None
         if self.verdict.restart:
             number, budget = len(self._attempts), self._worker_group.spec.max_restarts
-            count = len(self.ends)
+            count = self._worker_group.spec.local_world_size
             who = f"all {count} workers" if count > 1 else "the worker"
             console.say(f"restarting {who} (restart {number} of {budget})")
         else:
@@ -1074,6 +1078,25 @@ class JobAgent(SimpleElasticAgent):
                     syscalls.pidfd_send_signal(worker.pidfd, number)
                 except OSError:
                     pass
+
+    def numbers(self) -> list[Metric]:
+        """For ``/metrics``. From any thread, without waiting."""
+        from phalanx.health import Metric
+
+        workers = list(self._workers.values())
+        steps = [s for w in workers if (s := w.page.read().step) is not None]
+        out = [
+            Metric("phalanx_workers", len(workers), "Workers of this node"),
+            Metric("phalanx_workers_alive", sum(w.alive for w in workers), "Those that live"),
+            Metric("phalanx_generation", self.generation, "The membership's number"),
+            Metric("phalanx_attempt", self._restart_count(), "Starts of the group, from 0"),
+            Metric("phalanx_restarts", self.timeline.restarts, "Group restarts", "counter"),
+            Metric("phalanx_in_place", self.timeline.in_place, "Recoveries in place", "counter"),
+            Metric("phalanx_recovering_seconds", self.timeline.recovering, "Spent so", "counter"),
+        ]
+        if steps:
+            out.append(Metric("phalanx_step", max(steps), "The furthest finished step"))
+        return out
 
     def facts(self) -> Mapping[str, Any]:
         """For ``/status``: ranks, pids, states, progress. From any thread, without waiting."""

@@ -36,6 +36,8 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
     sys.stdout, sys.stderr = Patient.over(sys.stdout), Patient.over(sys.stderr)
     console = Console()
     logging.getLogger("phalanx").addHandler(ConsoleHandler(console))
+    # what the edge would warn of is said by our own lines
+    logging.getLogger("phalanx.elastic.agent.server.api").setLevel(logging.ERROR)
     events = EventLog(config.events, "agent", run_id=config.run_id, epoch=0, node=0)
     health = LoopHealth()
     server = None
@@ -70,7 +72,7 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
             # str() of a KeyError puts its text in quotes.
             console.fail(str(error.args[0] if isinstance(error, KeyError) else error))
             return exit_codes.USAGE
-        health.facts = agent.facts
+        health.facts, health.numbers = agent.facts, agent.numbers
 
         def turn() -> None:
             health.tick()

@@ -72,9 +72,9 @@ class _File:
             folder = os.path.dirname(self.path)
             if folder:
                 os.makedirs(folder, exist_ok=True)
-            self.fd = os.open(
-                self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
-            )
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            # A named pipe that nobody reads must not hold the writer up.
+            self.fd = os.open(self.path, flags | os.O_NONBLOCK, 0o644)
             # What a killed writer left half done must not swallow our first line.
             size = os.fstat(self.fd).st_size
             if size:
