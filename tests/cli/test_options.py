@@ -150,3 +150,19 @@ def test_what_is_not_possible_is_named(words: str, says: str) -> None:
 
 def test_known_rendezvous_options_are_taken() -> None:
     config_from(parse(["--rdzv-conf", "join_timeout=30,timeout=9", "s.py"], {}), {})
+
+
+@pytest.mark.process
+def test_help_into_a_full_disk_is_an_exit_status_and_no_traceback() -> None:
+    import subprocess
+    import sys
+
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", "run", "--help-all"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=30,
+        )
+    assert done.returncode == 1
+    assert done.stderr == b""

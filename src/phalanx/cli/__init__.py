@@ -29,7 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status (2: the command line itself was wrong)."""
     _open_streams()
     try:
-        return _main(argv)
+        status = _main(argv)
+        try:
+            sys.stdout.flush()
+        except OSError:  # nobody reads, or no room: the interpreter would complain at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            status = status or 1
+        return status
     except KeyboardInterrupt:  # where no verb had taken the signal over (yet)
         print("phalanx: stopped by SIGINT", file=sys.stderr)
         return 130
