@@ -29,16 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status (2: the command line itself was wrong)."""
     _open_streams()
     try:
-        status = _main(argv)
-        try:
-            sys.stdout.flush()
-        except OSError:  # nobody reads, or no room: the interpreter would complain at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            status = status or 1
-        return status
+        return _main(argv)
     except KeyboardInterrupt:  # where no verb had taken the signal over (yet)
         print("phalanx: stopped by SIGINT", file=sys.stderr)
         return 130
+
+
+def show(text: str) -> int:
+    """Print what somebody asked for; 1 if it could not be written (a closed pipe, a full disk)."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains at its end
+        return 1
+    return 0
 
 
 def _open_streams() -> None:
@@ -60,8 +64,8 @@ def _open_streams() -> None:
 def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0 if words else 2
+        status = show(usage())
+        return status if words else 2
     if words[0] in ("--version", "-V", "version"):
         from phalanx import __version__
 

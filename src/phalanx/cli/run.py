@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from phalanx.cli import show
 from phalanx.cli.options import RunArguments, UsageError, help_text, parse, wants_help
 from phalanx.process.program import Program
 
@@ -20,8 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a job; the exit status is that of docs/exit-codes.md."""
     asked = wants_help(argv)
     if asked:
-        print(help_text(asked == "--help-all"))
-        return 0
+        return show(help_text(asked == "--help-all"))
     try:
         config = config_from(parse(argv))
     except UsageError as error:
