@@ -33,8 +33,8 @@ def sockets() -> dict[int, int]:
     return found
 
 
-def _ends(fd: int) -> tuple[int, int | None] | None:
-    """Local port and peer's port (None: not connected) of a TCP socket; None for others."""
+def _ends(fd: int) -> tuple[int, int | None, str] | None:
+    """Local port, peer's port (None: not connected), peer; None for what is no TCP socket."""
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -43,9 +43,10 @@ def _ends(fd: int) -> tuple[int, int | None] | None:
                 return None
             local = sock.getsockname()[1]
             try:
-                return local, sock.getpeername()[1]
+                peer = sock.getpeername()
+                return local, peer[1], peer[0]
             except OSError:
-                return local, None
+                return local, None, ""
     except OSError:
         return None
 
@@ -73,6 +74,7 @@ class SocketRecord:
     ports: set[int] = field(default_factory=set)
     _before: dict[int, int] | None = None
     _mine: dict[int, int] = field(default_factory=dict)
+    _hosts: set[str] = field(default_factory=set)
     _cut: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -106,17 +108,31 @@ class SocketRecord:
                 continue
             if ends[0] in self.ports or ends[1] in self.ports:
                 new[fd] = inode
+                self._hosts.add(ends[2])
         return new
+
+    def _missed(self) -> dict[int, int]:
+        """Connections between the same ports and hosts that were not taken when they were made."""
+        found = {}
+        for fd, inode in sockets().items():
+            if self._mine.get(fd) == inode:
+                continue
+            ends = _ends(fd)
+            if ends is None or ends[1] is None or ends[2] not in self._hosts:
+                continue
+            if ends[0] in self.ports or ends[1] in self.ports:
+                found[fd] = inode
+        return found
 
     @staticmethod
     def _shut(held: dict[int, int]) -> int:
         return sum(shut(fd, inode) for fd, inode in held.items())
 
     def cut(self) -> int:
-        """Shut all of them down. Returns how many were still open."""
+        """Shut all of them down. Returns how many were still open. May be called again."""
         with self._lock:
             self._cut = True
-            return self._shut({**self._mine, **self._new()})
+            return self._shut({**self._mine, **self._new(), **self._missed()})
 
 
 def new_listeners(before: dict[int, int]) -> set[int]:

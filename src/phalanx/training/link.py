@@ -24,6 +24,8 @@ from phalanx.process.channel import (
     Message,
 )
 
+_AGAIN = 500  # milliseconds
+
 
 class AgentGone(RuntimeError):
     """The agent has died or closed the channel; nobody can call the ranks together again."""
@@ -85,10 +87,11 @@ class Dump:
 class Link:
     """Hears ``leave``, ``join``, ``stop_at``, ``dump`` and ``exit``; sends the answers.
 
-    ``on_leave(generation)`` is called in the link's own thread, at once.
+    ``on_leave(generation)`` is called in the link's own thread, at once. As long as it returns
+    true (the main thread is still in that generation) it is called again each half second.
     """
 
-    def __init__(self, channel: Channel, on_leave: Callable[[int], None]) -> None:
+    def __init__(self, channel: Channel, on_leave: Callable[[int], bool | None]) -> None:
         self._channel = channel
         self._on_leave = on_leave
         self._news = threading.Condition()
@@ -100,11 +103,12 @@ class Link:
         self.closed = False
         self.kept: dict[str, int] | None = None
         self.heard_leave = 0.0
+        self._leaving = -1  # a generation that the main thread has not left yet
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="phalanx-link", daemon=True)
 
     @classmethod
-    def from_environment(cls, on_leave: Callable[[int], None]) -> Link | None:
+    def from_environment(cls, on_leave: Callable[[int], bool | None]) -> Link | None:
         """The link behind ``PHALANX_CHANNEL_FD``; None where there is none."""
         value = os.environ.get(FD_VARIABLE, "")
         if not value.isdigit():
@@ -132,9 +136,10 @@ class Link:
         poll.register(self._channel, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while True:
-            for fd, _ in poll.poll():
+            for fd, _ in poll.poll(_AGAIN if self._leaving >= 0 else None):
                 if fd == self._wake:
                     return
+            self._press()
             try:
                 while (message := self._channel.receive()) is not None:
                     self._take(message)
@@ -181,7 +186,13 @@ class Link:
             for fd in message.fds:
                 os.close(fd)
         if over >= 0:
-            self._on_leave(over)
+            self._leaving = over
+            self._press()
+
+    def _press(self) -> None:
+        # An abort is a request to somebody else's code: it is made until it has worked.
+        if self._leaving >= 0 and not self._on_leave(self._leaving):
+            self._leaving = -1
 
     def over(self, generation: int) -> bool:
         """Whether the agent has said that ``generation`` is over."""

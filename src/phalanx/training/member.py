@@ -97,6 +97,7 @@ class Member:
         self._checkpoints = checkpoints
         self._finished: int | None = None  # last finished step; None: no state yet
         self._finished_here = 0  # steps that this process has finished
+        self._in_step = False  # the main thread is inside a step's block
         self._whole = True  # False while state is being received
         self._current: OpenStep | None = None
         self._grads_none = True
@@ -116,9 +117,12 @@ class Member:
 
     # -- leaving and coming together ----------------------------------------------------
 
-    def _on_leave(self, generation: int) -> None:
-        if self._fabric is not None:
-            self._fabric.cut(generation)
+    def _on_leave(self, generation: int) -> bool:
+        """In the link's thread. True as long as the main thread is in that generation."""
+        if self._fabric is None or self._fabric.generation > generation:
+            return False
+        self._fabric.cut(generation)
+        return self._in_step and self._fabric.condition == "broken"
 
     def _recover(self) -> None:
         link, fabric = self._link, self._fabric

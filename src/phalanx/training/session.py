@@ -327,6 +327,7 @@ class Job(Member):
 
     def _begin(self, step: Step) -> None:
         self._current = step
+        self._in_step = True
         self._interrupted = False
         self._updates = 0
         self._update_open = False
@@ -383,6 +384,7 @@ class Job(Member):
         self._updates += 1
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:
+        self._in_step = False
         if error is None:
             self._commit(step)
             return False
