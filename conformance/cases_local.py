@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -477,7 +478,8 @@ def timer_file(impl: Impl) -> Any:
                 result = local_agent(impl, entrypoints.variables, (name,)).run()
             value = result.return_values[0][name]
             if value:
-                value = re.sub(r"[0-9a-f-]{36}$", "<UUID>", value.replace(str(d), "<DIR>"))
+                value = value.replace(str(d), "<DIR>").replace(tempfile.gettempdir(), "<TMP>")
+                value = re.sub(r"[0-9a-f-]{36}$", "<UUID>", value)
             shown[label] = value
         shown["left"] = sorted(p.name for p in d.iterdir())
     return shown
@@ -501,7 +503,7 @@ def timer_file_changes(impl: Impl) -> Any:
         "different": seen[0] != seen[2],
         "there at start": seen[1::2],
         "left": [os.path.exists(p) for p in seen[::2]],
-        "folder": {os.path.dirname(p) for p in seen[::2]},
+        "in the temporary folder": {os.path.dirname(p) == tempfile.gettempdir() for p in seen[::2]},
     }
 
 

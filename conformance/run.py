@@ -142,7 +142,11 @@ def run_child(impl: str, cases: Sequence[harness.Case]) -> tuple[str | None, dic
     reports: dict[str, Any] = {}
     current: str | None = None
     clock = Clock(START_LIMIT)
-    with tempfile.TemporaryFile("w+b") as log:
+    with (
+        tempfile.TemporaryFile("w+b") as log,
+        # Both sides leave log folders behind; here they are swept with this one.
+        tempfile.TemporaryDirectory(prefix="conformance_", ignore_cleanup_errors=True) as scratch,
+    ):
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -158,6 +162,7 @@ def run_child(impl: str, cases: Sequence[harness.Case]) -> tuple[str | None, dic
             stdout=log,
             stderr=log,
             start_new_session=True,
+            env={**os.environ, "TMPDIR": scratch},
         )
         os.close(writer)
         ended = False
