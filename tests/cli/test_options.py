@@ -166,3 +166,21 @@ def test_help_into_a_full_disk_is_an_exit_status_and_no_traceback() -> None:
         )
     assert done.returncode == 1
     assert done.stderr == b""
+
+
+def test_a_static_endpoint_is_where_the_workers_meet(tmp_path) -> None:
+    from phalanx.cli.run import config_from
+
+    got = config_from(parse(["--rdzv-endpoint", "127.0.0.1:4567", "s.py"], {}), {})
+    assert (got.master_addr, got.master_port) == ("127.0.0.1", 4567)
+    with pytest.raises(UsageError, match="--rdzv-endpoint"):
+        config_from(parse(["--rdzv-endpoint", "a b", "s.py"], {}), {})
+
+
+def test_an_interpreter_that_is_a_script_is_never_warm(tmp_path) -> None:
+    from phalanx.cli.run import config_from
+
+    wrapper = tmp_path / "python"
+    wrapper.write_text('#!/bin/sh\nexec python3 "$@"\n')
+    assert not config_from(parse(["s.py"], {}), {"PYTHON_EXEC": str(wrapper)}).warm
+    assert config_from(parse(["s.py"], {}), {}).warm

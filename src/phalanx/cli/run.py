@@ -58,7 +58,14 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         raise UsageError("--shutdown-timeout must be non-negative")
     if a.module and a.no_python:
         raise UsageError("--module and --no-python exclude each other")
-    port = a.master_port or 0
+    host, port = a.master_addr, a.master_port or 0
+    if a.rdzv_endpoint and a.rdzv_backend == "static" and not a.standalone:
+        from phalanx.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+        try:
+            host, port = parse_rendezvous_endpoint(a.rdzv_endpoint, default_port=port)
+        except ValueError as error:
+            raise UsageError(f"--rdzv-endpoint: {error}") from None
     if not 0 <= port <= 65535:
         raise UsageError(f"--master-port is a port, 0 to 65535, not {port}")
     if a.rdzv_conf:
@@ -86,7 +93,7 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         monitor_interval=a.monitor_interval,
         shutdown_timeout=grace,
         signals=a.signals_to_handle,
-        warm=not a.no_warm,
+        warm=not a.no_warm and not is_wrapper(interpreter(env)),
         preload=tuple(a.preload),
         python=(interpreter(env), "-u"),
         log_dir=a.log_dir,
@@ -103,7 +110,7 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         event_log_handler=a.event_log_handler,
         virtual_local_rank=a.virtual_local_rank,
         numa_binding=a.numa_binding,
-        master_addr=a.master_addr,
+        master_addr=host,
         master_port=port,
         local_addr=a.local_addr,
         hang_limits=hang_limits,
@@ -118,6 +125,15 @@ def _run_id() -> str:
 def interpreter(env: Mapping[str, str]) -> str:
     """The Python that runs the workers: ``PYTHON_EXEC``, else the one that runs us."""
     return env.get("PYTHON_EXEC") or sys.executable
+
+
+def is_wrapper(python: str) -> bool:
+    """Whether the interpreter is a script around one: what it sets up, a fork would not have."""
+    try:
+        with open(python, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return False
 
 
 def program_of(a: RunArguments, env: Mapping[str, str]) -> Program:
