@@ -45,6 +45,9 @@ class Job:
             for k, v in os.environ.items()
             if not k.startswith(("PET_", "TORCHELASTIC_", "PHALANX_"))
         }
+        # an agent that is killed cannot tidy up: what it leaves goes with the test's folder
+        (folder / "temporary").mkdir(exist_ok=True)
+        environment["TMPDIR"] = str(folder / "temporary")
         environment.update(env or {}, TEST_OUT=str(folder))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "phalanx", "run", "--events", str(self.events_file), *words],
