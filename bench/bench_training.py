@@ -11,8 +11,10 @@ its pidfd); with a replacement forked after the fault, and with a standby.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -33,6 +35,7 @@ def recovery(nursery: Any, world: int, kills: int, standby: bool) -> dict[str, A
     seconds, phases = [], []
     for _ in range(kills):
         folder = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         victim = world - 1
         fault = {"rank": victim, "step": 12, "where": "mid-backward", "kind": "kill"}
         spec = {"width": 256, "norm": False, "cap": 0.2, "steps": 16, "pause": 0.02, "gate": 10}
