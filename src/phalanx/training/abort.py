@@ -52,12 +52,17 @@ def _ends(fd: int) -> tuple[int, int | None, str] | None:
 
 
 def shut(fd: int, inode: int) -> bool:
-    """``shutdown(2)`` both ways, if ``fd`` is still that socket. True if it was."""
+    """``shutdown(2)`` for reading, if ``fd`` is still that socket. True if it was.
+
+    For reading only: gloo's own thread then reads the end of the stream and fails whatever is
+    pending. Were writing shut down too, a thread that is just beginning to send could meet the
+    error first, and gloo would forget to fail that very send.
+    """
     try:
         if os.fstat(fd).st_ino != inode:
             return False
         with socket.socket(fileno=os.dup(fd)) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
+            sock.shutdown(socket.SHUT_RD)
     except OSError:
         return False
     return True
@@ -133,6 +138,16 @@ class SocketRecord:
         with self._lock:
             self._cut = True
             return self._shut({**self._mine, **self._new(), **self._missed()})
+
+
+def main_thread_ticks() -> int:
+    """Processor time of this process's main thread, in clock ticks; -1 if it cannot be read."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return -1
 
 
 def new_listeners(before: dict[int, int]) -> set[int]:

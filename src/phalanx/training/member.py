@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ from phalanx.process.page import ProgressPage
 from phalanx.recovery.ladder import Kind
 from phalanx.recovery.repair import Holding, Origin, Plan, choose
 from phalanx.training import codec, rng, state
+from phalanx.training.abort import main_thread_ticks
 from phalanx.training.checkpoint import Checkpoints
 from phalanx.training.faults import classify
 from phalanx.training.groups import Fabric
@@ -35,6 +39,7 @@ NOTHING = -(1 << 40)  # in a row of numbers: none
 _ROW = 7
 _SLATE_BYTES = 64 << 10
 _MOST_TRIES = 100
+_STUCK_SECONDS = 3.0
 
 
 class LostState(RuntimeError):
@@ -97,6 +102,8 @@ class Member:
         self._checkpoints = checkpoints
         self._finished: int | None = None  # last finished step; None: no state yet
         self._finished_here = 0  # steps that this process has finished
+        self._main_ticks = -1  # what the main thread had used when it was last seen to move
+        self._main_since = 0.0
         self._in_step = False  # the main thread is inside a step's block
         self._whole = True  # False while state is being received
         self._current: OpenStep | None = None
@@ -122,7 +129,36 @@ class Member:
         if self._fabric is None or self._fabric.generation > generation:
             return False
         self._fabric.cut(generation)
-        return self._in_step and self._fabric.condition == "broken"
+        inside = self._in_step and self._fabric.condition == "broken"
+        if inside:
+            self._watch_main_thread()
+        return inside
+
+    def _watch_main_thread(self) -> None:
+        """Give this process up when its main thread stays in a collective that was cut.
+
+        A send that meets the death of its peer before gloo's own thread does is forgotten by gloo
+        and blocks until the time limit of the group. Nothing gets a thread out of that, so the
+        process ends; the agent replaces it like any that died.
+        """
+        now, ticks = time.monotonic(), main_thread_ticks()
+        if ticks < 0 or ticks != self._main_ticks or not self._main_in_torch():
+            self._main_ticks, self._main_since = ticks, now
+        elif now - self._main_since > _STUCK_SECONDS:
+            sys.stderr.write(
+                f"rank {self.rank}: a collective did not end {_STUCK_SECONDS:.0f} s after its "
+                f"connections were cut; this process gives up and is replaced\n"
+            )
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @staticmethod
+    def _main_in_torch() -> bool:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is None:
+            return False
+        path = frame.f_code.co_filename
+        return f"{os.sep}torch{os.sep}" in path or __file__.rpartition(os.sep)[0] in path
 
     def _recover(self) -> None:
         link, fabric = self._link, self._fabric
