@@ -34,6 +34,11 @@ def wait_for(name, limit=50):
 """
 
 
+def _default_signals() -> None:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Job:
     """One ``phalanx run``. Its workers write lines into ``folder`` with ``say``."""
 
@@ -56,6 +61,8 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
+            # whoever runs the tests may ignore signals (nohup, a shell's background)
+            preexec_fn=_default_signals,
         )
         self.pid = self.process.pid
         self.out = self.err = ""
