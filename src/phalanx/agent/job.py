@@ -219,16 +219,16 @@ class JobAgent(SimpleElasticAgent):
         with self.signals.interruptible():
             started = self._launch(range(spec.local_world_size))
         self._workers = {w.local_rank: w for w in started}
-        for process in started:
-            self._hand_over(process)
-        for happening in self.supervisor.wait(0):
-            self._take(happening)
-        self._prepare_at = time.monotonic() + PREPARE_AFTER
         self.events.record(
             "workers_started",
             pids={w.local_rank: w.pid for w in started},
             warm=all(w.warm for w in started),
         )
+        for process in started:
+            self._hand_over(process)
+        for happening in self.supervisor.wait(0):
+            self._take(happening)
+        self._prepare_at = time.monotonic() + PREPARE_AFTER
         self._say_start(started)
         self.health.set_ready(True)
         return {w.local_rank: w.pid for w in started}
