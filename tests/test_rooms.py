@@ -108,7 +108,7 @@ def test_torch_is_imported_in_its_rooms_only(room: str) -> None:
     assert found - IN_A_CHILD == set()
 
 
-@pytest.mark.parametrize("room", [r for r in ("recovery",) if r in ROOMS])
+@pytest.mark.parametrize("room", [r for r in ("recovery", "rendezvous") if r in ROOMS])
 def test_decisions_are_pure(room: str) -> None:
     found = [f"{w} imports {n}" for w, n in imports(room, hints=True) if n.split(".")[0] in IMPURE]
     assert found == []

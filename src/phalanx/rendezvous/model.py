@@ -1,0 +1,332 @@
+"""The words between the agents of one job and its coordinator. Pure values.
+
+The coordinator feeds what it hears (``Said`` by a node, ``Lost`` nodes, ``Tick``) to
+``rendezvous.job.advance`` and sends the effects (``To`` a node) back. The same values travel
+on the wire (``phalanx.coordinator.wire``), so they hold nothing but None, bool, int, float,
+str, tuples and mappings of those, and each other.
+
+Times are seconds of the receiver's own clock; none travels. ``generation`` 0 means none yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# --- what is agreed -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Node:
+    """One agent, as it introduces itself.
+
+    ``id`` is unique for each agent process. ``address`` is where its peers reach it (the host
+    of a store it serves); ``endpoint`` ("host:port") where it would answer as coordinator.
+    ``slots`` workers fit on it. ``rank``: ``--node-rank``, honoured or refused. ``spare``: takes
+    part only in place of another.
+    """
+
+    id: str
+    address: str
+    endpoint: str = ""
+    slots: int = 1
+    rank: int | None = None
+    spare: bool = False
+    host: str = ""  # the host's name, for words to a person
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A node's place in a generation: global ranks by local rank, in order."""
+
+    node: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One node's share of a generation. Immutable; equal for all but ``seat`` and ``group``.
+
+    ``store`` is "host:port" of the workers' store, served by the node ``host_of_store`` on the
+    listener it offered. ``previous``: the rank that each local rank's slot held before, None for
+    a new one. ``fresh`` lists the local ranks whose process is to be started as a
+    replacement (PHALANX_JOIN=1); None: the whole group starts (a new attempt).
+    """
+
+    term: int
+    generation: int
+    attempt: int
+    seat: Seat
+    group: int  # the node's index among the members, GROUP_RANK
+    groups: int  # how many nodes take part, GROUP_WORLD_SIZE
+    world: int
+    store: str
+    host_of_store: str
+    previous: tuple[int | None, ...] = ()
+    fresh: tuple[int, ...] | None = None
+    restarts_left: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the job ended: ``status`` is the exit status of every agent; ``culprit`` a node id."""
+
+    success: bool
+    status: int = 0
+    reason: str = ""
+    culprit: str = ""
+
+
+# --- what a node says ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Join:
+    """I am here. Also after a lost connection and to a new coordinator.
+
+    ``held``: the assignment whose workers run here now, None if none do. ``offer``: a listener
+    ("host:port") that is bound and not used yet, for the store of the next generation.
+    ``epoch``: the requeue's number; a finished epoch's verdict is told to late comers.
+    """
+
+    node: Node
+    epoch: int = 0
+    held: Assignment | None = None
+    offer: str = ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Another unused listener for a store, since the last one was used."""
+
+    store: str
+
+
+@dataclass(frozen=True)
+class WorkerEvent:
+    """What happened to the worker of ``rank``: the events of ``recovery.episode`` by name.
+
+    ``kind``: hello, died, fault, left, good_step, finished, stopped_at, dumped; ``data`` are the
+    fields of that event without the rank.
+    """
+
+    generation: int
+    rank: int
+    kind: str
+    data: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker here failed, and its program cannot be recovered in place.
+
+    ``end``: the facts of ``agent.report.WorkerEnd`` in JSON. ``retryable`` false: a new try
+    would not cure it (a node that cannot start its workers at all).
+    """
+
+    generation: int
+    rank: int | None
+    reason: str
+    returncode: int | None = None
+    end: Mapping[str, object] = field(default_factory=dict)
+    retryable: bool = True
+
+
+@dataclass(frozen=True)
+class Succeeded:
+    """All workers here ended well."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """No worker of ``generation`` (or an earlier one) runs here any more: the answer to Stop."""
+
+    generation: int
+    steps: tuple[int, int] | None = None  # least and most finished, where known
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The furthest finished step here; said at most once a second, never needed in time."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """I am going (SIGTERM, drain): a departure, not a fault."""
+
+    reason: str
+
+
+Saying = Join | Offer | WorkerEvent | Failed | Succeeded | Stopped | Progress | Leave
+
+# --- what the coordinator says -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Take this seat: start the whole group, or only the ``fresh`` ones."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True)
+class Park:
+    """Wait: there is no seat now (a spare, a surplus node, or quarantine until told)."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End all workers of ``generation`` and answer Stopped. ``at``: finish that step first."""
+
+    generation: int
+    reason: str
+    at: int | None = None
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """In place: tell the surviving workers here ``leave(generation - 1)`` and then ``join``."""
+
+    assignment: Assignment
+    episode: int
+    cause: str
+    strategy: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End the worker of ``rank`` with SIGKILL; its death is reported in turn."""
+
+    generation: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The episode is over: for the words and the accounts of every agent."""
+
+    episode: int
+    generation: int
+    strategy: str
+    seconds: float
+    phases: tuple[tuple[str, float], ...] = ()
+    replaced: tuple[int, ...] = ()
+    lost_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Dump:
+    """``dump`` of docs/training.md for the workers here."""
+
+    generation: int
+    step: int
+    writers: tuple[int, ...]
+    commit: bool = False
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """You cannot take part; ``reason`` says why and what to do. The agent ends."""
+
+    reason: str
+    status: int = 1
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who would take over, in order: (node id, endpoint) of the members and the spares.
+
+    Sent when it changes. ``members`` counts the first entries: those whose majority decides.
+    """
+
+    term: int
+    generation: int
+    nodes: tuple[tuple[str, str], ...]
+    members: int
+
+
+@dataclass(frozen=True)
+class Over:
+    """The job is over: stop what runs, exit with the verdict's status, say goodbye (Leave)."""
+
+    verdict: Verdict
+
+
+Telling = Assign | Park | Stop | Regroup | Kill | Recovered | Dump | Refuse | Roster | Over
+
+# --- events and effects of the coordinator's machine ------------------------------------------
+
+
+@dataclass(frozen=True)
+class Said:
+    """The node said this, on its current connection."""
+
+    node: str
+    what: Saying
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The node's connection closed, or it was silent for too long; ``how`` is a clause."""
+
+    node: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The clock has passed a deadline (an early tick changes nothing)."""
+
+
+Event = Said | Lost | Tick
+
+
+@dataclass(frozen=True)
+class To:
+    """Say this to that node."""
+
+    node: str
+    what: Telling
+
+
+@dataclass(frozen=True)
+class Note:
+    """For the events record: ``kind`` and plain data."""
+
+    kind: str
+    data: Mapping[str, object] = field(default_factory=dict)
+
+
+Effect = To | Note
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the job was started with. All agents must agree; the first one's count.
+
+    Times in seconds. ``join``: how long fewer than ``least`` nodes are waited for, at first and
+    after losses; ``last_call``: how long more are waited for once ``least`` are there, for the
+    first generation only; ``rejoin``: how long a forming generation waits for live members to
+    stop their workers. ``spares`` nodes beyond ``most`` wait; further ones do too.
+    """
+
+    least: int = 1
+    most: int = 1
+    spares: int = 0
+    join: float = 600.0
+    last_call: float = 30.0
+    rejoin: float = 60.0
+    max_restarts: int = 3
+    in_place: bool = True
+    elastic: bool = False
+    node_failures: int = 3
+    quarantine: float = 600.0
+    epoch: int = 0
