@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.agent import exit_codes
 from phalanx.agent.console import Console, ConsoleHandler, Patient
-from phalanx.agent.job import CannotStart, JobAgent
+from phalanx.agent.crew import CannotStart
+from phalanx.agent.job import JobAgent
 from phalanx.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from phalanx.elastic.events import Event, get_logging_handler, record
 from phalanx.elastic.multiprocessing import SignalException
@@ -87,7 +88,7 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
     finally:
         supervisor.close(grace=1.0)
         if agent is not None:
-            agent.streams.close()
+            agent.crew.streams.close()
             agent.signals.restore()
         handler.shutdown()
         if server is not None:
@@ -109,7 +110,7 @@ def _run(agent: JobAgent, console: Console) -> int:
         _tell(agent, agent.get_event_succeeded())  # the agent, whatever its workers did
     except SignalException as error:
         number = signal.Signals(error.sigval)
-        console.say(agent.summary(f"stopped by {number.name}"))
+        console.say(agent.story.summary(f"stopped by {number.name}"))
         return 128 + number
     except CannotStart as error:
         console.fail(str(error))
@@ -145,16 +146,16 @@ def _pass_on(agent: JobAgent, result: RunResult) -> None:
 
 
 def _status(agent: JobAgent, result: RunResult, console: Console) -> int:
-    if agent.unkillable:
-        console.fail(f"processes that SIGKILL did not end: {sorted(set(agent.unkillable))}")
+    if agent.crew.unkillable:
+        console.fail(f"processes that SIGKILL did not end: {sorted(set(agent.crew.unkillable))}")
     if result.state == WorkerState.SUCCEEDED:
-        console.good(agent.summary("done"))
-        return exit_codes.UNKILLABLE if agent.unkillable else exit_codes.OK
-    console.fail(agent.summary("failed"))
+        console.good(agent.story.summary("done"))
+        return exit_codes.UNKILLABLE if agent.crew.unkillable else exit_codes.OK
+    console.fail(agent.story.summary("failed"))
     _pass_on(agent, result)
     root = agent.root
     if root is not None and root.hung:
         return exit_codes.HUNG
     if root is None or root.returncode is None:
-        return exit_codes.UNKILLABLE if agent.unkillable else exit_codes.KEEPER
+        return exit_codes.UNKILLABLE if agent.crew.unkillable else exit_codes.KEEPER
     return exit_codes.of_returncode(root.returncode)

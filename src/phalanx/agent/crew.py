@@ -1,0 +1,691 @@
+"""The processes of one node: started, replaced, told, watched, stopped.
+
+A crew knows its workers by *local* rank. What a rank means to the job, who else is in it, which
+generation is next and where the store is, its user tells it (``begin``, ``replace``, ``tell``,
+``renew_store``); nothing here decides on a recovery. Happenings come from the supervisor's
+``wait`` and are handed to ``note`` by whoever runs the loop. Everything but ``worker_of``,
+``save_stacks``, ``condemn`` and ``facts`` is for the loop's own thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.agent import exit_codes, report
+from phalanx.agent.config import JobConfig
+from phalanx.agent.console import Console
+from phalanx.agent.hangs import HangWatch
+from phalanx.agent.streams import Streams
+from phalanx.elastic.agent.server import worker_env
+from phalanx.elastic.multiprocessing.api import wall_ns
+from phalanx.elastic.multiprocessing.errors import ProcessFailure
+from phalanx.process import errorfile, syscalls
+from phalanx.process.channel import ChannelClosed, ChannelFull, Message
+from phalanx.process.supervisor import (
+    StartOrder,
+    Supervisor,
+    SupervisorError,
+    WorkerDied,
+    WorkerGarbled,
+    WorkerGone,
+    WorkerProcess,
+)
+
+if TYPE_CHECKING:
+    from phalanx.elastic.timer import FileTimerServer
+    from phalanx.events import EventLog
+    from phalanx.health import LoopHealth
+    from phalanx.process.oom import Mark, OomWatch
+    from phalanx.process.program import Program
+    from phalanx.process.stop import StopReport
+    from phalanx.process.store_process import StoreProcess
+
+START_SECONDS = 600.0
+"""How long the start of a group may take: the keeper's imports are in it."""
+
+PREPARE_AFTER = 1.0
+"""Seconds after a start when the next set of warm workers is forked."""
+
+SAID_LIMIT = 1000
+"""How many messages of one worker the events record takes."""
+
+TIMER_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+
+
+class CannotStart(RuntimeError):
+    """The workers cannot be started; ``status`` is what to exit with."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Crew:
+    """``config.nproc`` workers of one job on this node."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        supervisor: Supervisor,
+        console: Console,
+        events: EventLog,
+        health: LoopHealth,
+    ) -> None:
+        """Raises ValueError, OSError for a log folder and NumaError for a binding that will
+        not do.
+        """
+        self.config = config
+        self.supervisor = supervisor
+        self.console = console
+        self.events = events
+        self.health = health
+        self._bound = self._bind()
+        self.streams = Streams(config)
+        self.host = socket.gethostname()
+        self.workers: dict[int, WorkerProcess] = {}  # those that hold the ranks now
+        self.ranks: Sequence[int] = ()  # the global rank of each local one
+        self.generation = 0  # what the workers were last told
+        self.hung: dict[int, str] = {}  # worker id: why we ended it
+        self.unkillable: list[int] = []
+        self.stacks: Path | None = None  # saved, and not spoken of yet
+        self.store: StoreProcess | None = None
+        self._old_stores: list[StoreProcess] = []  # of the generations of this episode
+        self._attempt = 0
+        self._all: list[WorkerProcess] = []  # with replaced ones that are not gone yet
+        self._envs: dict[int, dict[str, str]] = {}
+        self._kept: dict[int, dict[str, int]] = {}
+        self._prepare_at: float | None = None
+        self._watchdog: FileTimerServer | None = None
+        self._oom: OomWatch | None = None
+        self._marks: dict[int, Mark] = {}  # by worker id
+        self._hangs = HangWatch(config.hang_limits) if config.hang_limits else None
+        self._ending: set[int] = set()  # worker ids whose stacks are being saved
+        # what other threads found to hang: worker, why; the loop ends them
+        self._condemned: deque[tuple[WorkerProcess, str]] = deque()
+        self._said_unlike = False
+        self._said: dict[int, int] = {}  # by worker id: messages that are recorded as they are
+
+    # ------------------------------------------------------------------ starting
+
+    def begin(
+        self,
+        ranks: Sequence[int],
+        envs: dict[int, dict[str, str]],
+        *,
+        generation: int,
+        attempt: int,
+    ) -> None:
+        """A new attempt of the whole group; the workers of the last one are gone.
+
+        ``ranks``: the global rank of each local rank. ``envs``: each local rank's variables,
+        without the agent's own; ``attempt`` names the folder of the logs.
+
+        Raises CannotStart when there can be no log files.
+        """
+        self.ranks, self.generation, self._attempt = tuple(ranks), generation, attempt
+        self._envs = envs
+        for env in envs.values():
+            env["PHALANX_GENERATION"] = str(generation)
+            env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self.config.signals
+        self._start_watchdog()
+        prefixes = {
+            local_rank: worker_env.log_prefix(
+                self.config.prefix_template or "[${role_name}${rank}]:",
+                role_name=self.config.role,
+                rank=rank,
+                local_rank=local_rank,
+                host=self.host,
+                attempt=attempt,
+            )
+            for local_rank, rank in enumerate(ranks)
+        }
+        try:
+            dest = self.streams.begin(envs, prefixes)
+        except OSError as error:
+            folder = self.config.log_dir or error.filename
+            raise CannotStart(
+                f"there can be no log files in {folder}: {error.strerror}",
+                exit_codes.CANNOT_START,
+            ) from error
+        for local_rank, path in dest.error_files.items():
+            _forget(path)
+            envs[local_rank].setdefault("TORCHELASTIC_ERROR_FILE", path)
+        self._all, self.hung, self.workers, self._marks = [], {}, {}, {}
+
+    def start(self) -> list[WorkerProcess]:
+        """Start a process for every local rank, all or none.
+
+        Raises CannotStart, SupervisorError.
+        """
+        started = self._launch(range(len(self.ranks)), {})
+        self.workers = {w.local_rank: w for w in started}
+        self.events.record(
+            "workers_started",
+            pids={w.local_rank: w.pid for w in started},
+            warm=all(w.warm for w in started),
+        )
+        for worker in started:
+            self._hand_over(worker)
+        self.prepare_later()
+        return started
+
+    def replace(
+        self, local_rank: int, generation: int, env: Mapping[str, str] | None = None
+    ) -> WorkerProcess:
+        """Start another process for a rank, one that waits for its ``join``.
+
+        ``env``: variables that differ from those of ``begin``.
+        Raises CannotStart, SupervisorError.
+        """
+        extra = {**(env or {}), "PHALANX_JOIN": "1", "PHALANX_GENERATION": str(generation)}
+        (worker,) = self._launch([local_rank], extra)
+        self.workers[local_rank] = worker
+        self._hand_over(worker)
+        self.events.record(
+            "worker_replaced", local_rank=local_rank, pid=worker.pid, warm=worker.warm
+        )
+        return worker
+
+    def prepare_later(self) -> None:
+        """Have warm workers for the next start forked in a moment (``PREPARE_AFTER``)."""
+        self._prepare_at = time.monotonic() + PREPARE_AFTER
+
+    def _launch(self, local_ranks: Iterable[int], extra: Mapping[str, str]) -> list[WorkerProcess]:
+        orders, opened = [], []
+        try:
+            for local_rank in local_ranks:
+                out, err = self.streams.open(local_rank)
+                opened += [fd for fd in (out, err) if fd is not None]
+                env = {**os.environ, **self.config.environment, **self._envs[local_rank], **extra}
+                if self._kept.get(local_rank):
+                    env["PHALANX_KEPT"] = ",".join(self._kept[local_rank])
+                orders.append(
+                    StartOrder(
+                        local_rank,
+                        self._program(local_rank),
+                        env,
+                        stdout=out,
+                        stderr=err,
+                        warm=self.config.starts_warm and not self._differs(env),
+                    )
+                )
+            started = self.supervisor.start(orders, START_SECONDS)
+        except (OSError, ValueError) as error:
+            raise _cannot_start(error) from error
+        finally:
+            for fd in opened:
+                os.close(fd)
+        # a page keeps a descriptor open for as long as its worker is remembered
+        self._all = [w for w in self._all if not w.gone] + started
+        if self._oom is None:
+            from phalanx.process.oom import OomWatch
+
+            self._oom = OomWatch()
+        for worker in started:
+            self._marks[worker.id] = self._oom.mark(worker.pid)
+        return started
+
+    def _program(self, local_rank: int) -> Program:
+        from dataclasses import replace
+
+        program = self.config.program
+        return replace(
+            program,
+            argv=worker_env.arguments(self._bound.get(local_rank, program.argv), local_rank),
+            args=worker_env.arguments(program.args, local_rank),
+        )
+
+    def _bind(self) -> dict[int, tuple[str, ...]]:
+        """Each local rank's command with its processors, for ``--numa-binding``.
+
+        Raises phalanx.process.numa.NumaError.
+        """
+        if self.config.numa_binding is None:
+            return {}
+        from phalanx.process import numa
+
+        options = numa.NumaOptions(numa.AffinityMode(self.config.numa_binding))
+        argv = self.config.program.argv
+        bound = {rank: numa.command(argv, options, rank) for rank in range(self.config.nproc)}
+        if self.config.warm and self.config.program.warmable:
+            self.console.say("workers start with a fresh interpreter: --numa-binding runs numactl")
+        return bound
+
+    def _differs(self, env: Mapping[str, str]) -> bool:
+        """Whether a worker with this environment has to be started fresh."""
+        from phalanx.process.preload import unlike
+
+        names = unlike(self.supervisor.env, env)
+        if names and not self._said_unlike:
+            self._said_unlike = True
+            self.console.warn(
+                f"workers start with a fresh interpreter: {', '.join(names)} "
+                f"{'is' if len(names) == 1 else 'are'} not as in the agent's environment, "
+                "and what is imported already would not see it"
+            )
+        return bool(names)
+
+    # ------------------------------------------------------------------ the workers' store
+
+    def serve_store(self, listener: socket.socket) -> None:
+        """Serve the store of a new attempt; the last one's is closed."""
+        self.close_store()
+        self.store = self.supervisor.start_store(listener)
+
+    def renew_store(self, listener: socket.socket) -> None:
+        """Serve a new generation's store beside the last one's.
+
+        Somebody may be about to connect to that: until the group has come together
+        (``close_old_stores``) nobody may be left knocking at a closed door.
+
+        Raises SupervisorError.
+        """
+        old = self.store
+        if old is not None and old.port == listener.getsockname()[1]:
+            old.close()  # with a given port both would take connections from one socket
+        self.store = self.supervisor.start_store(listener, eager=True)
+        if old is not None and not old.gone:
+            self._old_stores.append(old)
+
+    def store_lost(self, store: StoreProcess) -> bool:
+        """A store has died; whether it was the one that the workers use."""
+        self.events.record("store_lost", returncode=store.returncode)
+        if store in self._old_stores:
+            self._old_stores.remove(store)
+            return False
+        self.store = None
+        return True
+
+    def close_old_stores(self) -> None:
+        """The group has come together: nobody asks earlier generations' stores any more."""
+        stores, self._old_stores = self._old_stores, []
+        for store in stores:
+            store.close()
+
+    def close_store(self) -> None:
+        """Close all stores."""
+        self.close_old_stores()
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
+
+    # ------------------------------------------------------------------ channel
+
+    def tell(self, local_rank: int, kind: str, **say: Any) -> None:
+        """Send a message. Who reads none is ended; who is dead is reported dead in turn."""
+        self._tell(self.workers[local_rank], kind, **say)
+
+    def _tell(
+        self, worker: WorkerProcess, kind: str, fds: tuple[int, ...] = (), **say: Any
+    ) -> None:
+        try:
+            worker.channel.send(kind, fds, **say)
+        except ChannelClosed:
+            pass  # dead: we are about to be told
+        except ChannelFull:
+            self._kill(worker, "reads no messages of the agent")
+
+    def _hand_over(self, worker: WorkerProcess) -> None:
+        """Give a fresh process what earlier ones of its rank wanted kept."""
+        kept = self._kept.get(worker.local_rank)
+        if kept:
+            self._tell(worker, "kept", tuple(kept.values()), names=list(kept))
+
+    def kept(self, worker: WorkerProcess, message: Message) -> bool:
+        """Take the message's descriptors; True when it was a ``keep``, which is all of it."""
+        name = message.fields.get("name")
+        fits = isinstance(name, str) and name and "," not in name and len(message.fds) == 1
+        if message.type != "keep" or not fits:
+            for fd in message.fds:
+                os.close(fd)
+            return message.type == "keep"
+        kept = self._kept.setdefault(worker.local_rank, {})
+        old = kept.pop(str(name), None)
+        if old is not None:
+            os.close(old)
+        if len(kept) >= 8:
+            os.close(message.fds[0])
+        else:
+            kept[str(name)] = message.fds[0]
+        return True
+
+    def worth_recording(self, worker: WorkerProcess) -> bool:
+        """Whether to record another message as it came: who never stops sending fills no disk."""
+        count = self._said[worker.id] = self._said.get(worker.id, 0) + 1
+        return count <= SAID_LIMIT
+
+    # ------------------------------------------------------------------ watching
+
+    def note(self, happening: Any) -> None:
+        """Record what happened to a worker (messages are their reader's)."""
+        if isinstance(happening, WorkerDied):
+            worker = happening.worker
+            self.events.record(
+                "worker_died",
+                local_rank=worker.local_rank,
+                pid=worker.pid,
+                returncode=worker.returncode,
+                dead_ns=worker.dead_ns,
+                step=worker.page.read().step,
+                stopped=bool(worker.signalled_by_us),
+            )
+        elif isinstance(happening, WorkerGone):
+            worker = happening.worker
+            self.events.record(
+                "worker_gone",
+                local_rank=worker.local_rank,
+                pid=worker.pid,
+                returncode=worker.returncode,
+                max_rss=worker.max_rss,
+                swept=worker.swept,
+            )
+            if worker.left:
+                self.unkillable += worker.left
+        elif isinstance(happening, WorkerGarbled) and self.worth_recording(happening.worker):
+            self.events.record(
+                "worker_garbled",
+                local_rank=happening.worker.local_rank,
+                error=str(happening.error),
+            )
+
+    def is_current(self, worker: WorkerProcess) -> bool:
+        """Whether this process holds its rank (and no later one does)."""
+        return self.workers.get(worker.local_rank) is worker
+
+    def succeeded(self) -> bool:
+        """Whether all have ended well and are gone."""
+        return bool(self.workers) and all(
+            w.returncode == 0 and w.gone for w in self.workers.values()
+        )
+
+    def due(self) -> float | None:
+        """When the next ``tick`` has something to do, in monotonic seconds."""
+        return self._prepare_at
+
+    def tick(self, now: float) -> None:
+        """Standbys that are due, hangs, and those that other threads condemned."""
+        if self._prepare_at is not None and now >= self._prepare_at:
+            self._prepare_at = None
+            if self.config.starts_warm:
+                try:
+                    self.supervisor.prepare(self.config.nproc)
+                except SupervisorError:
+                    return  # the keeper is lost: the next wait tells
+        if self._hangs is not None:
+            for local_rank, why in self._hangs.look(self.workers.values(), now).items():
+                self._end_hung(self.workers[local_rank], why)
+        while self._condemned:
+            self._kill(*self._condemned.popleft())
+
+    def kill(self, local_rank: int, why: str) -> None:
+        """SIGKILL for a worker that hangs; ``why`` is a clause for a person (``end_of``)."""
+        self._kill(self.workers[local_rank], why)
+
+    def _kill(self, worker: WorkerProcess, why: str) -> None:
+        if worker.alive:
+            self.hung[worker.id] = why
+            worker.signal(signal.SIGKILL)
+
+    def _end_hung(self, worker: WorkerProcess, why: str) -> None:
+        """Save the stacks of all, then kill this one: the rest is a death like any other."""
+        if worker.id in self._ending:
+            return
+        self._ending.add(worker.id)
+
+        def end() -> None:
+            saved = self.save_stacks()
+            self.events.record(
+                "worker_hung",
+                local_rank=worker.local_rank,
+                pid=worker.pid,
+                why=why,
+                stacks=[str(p) for p in saved],
+            )
+            self.condemn(worker, f"hung: {why}")
+
+        # looking into every process takes a while: the loop goes on meanwhile
+        threading.Thread(target=end, name="phalanx-stacks", daemon=True).start()
+
+    def condemn(self, worker: WorkerProcess, why: str) -> None:
+        """Have the loop end a worker that hangs. From any thread: only the loop's own may
+        use a worker's descriptors.
+        """
+        self._condemned.append((worker, why))
+        self.supervisor.wake()
+
+    def worker_of(self, pid: int) -> WorkerProcess | None:
+        """The living worker that this process is, or is a child of. From any thread."""
+        try:
+            session = os.getsid(pid)
+        except OSError:
+            return None
+        for worker in list(self.workers.values()):
+            if worker.pid in (pid, session) and worker.alive:
+                return worker
+        return None
+
+    def save_stacks(self) -> list[Path]:
+        """The stacks of all living workers, into a folder that stays. From any thread.
+
+        Never raises.
+        """
+        from phalanx.watchdog.stacks import save_stacks
+
+        root = Path(self.streams.specs.root_log_dir or ".")
+        folder = root / "stacks" / f"attempt_{self._attempt}"
+        ranks = {
+            w.pid: f"rank_{self.ranks[w.local_rank]}"
+            for w in list(self.workers.values())
+            if w.alive
+        }
+        saved = save_stacks(ranks, folder, 10.0)
+        if saved:
+            self.streams.keeps_logs = True
+            self.stacks = folder
+        return saved
+
+    # ------------------------------------------------------------------ PyTorch's file timers
+
+    def _start_watchdog(self) -> None:
+        self.stop_watchdog()
+        path = os.environ.get(TIMER_FILE)
+        if os.environ.get(TIMER_ENABLE) == "1":
+            import tempfile
+            import uuid
+
+            from phalanx.elastic.timer import FileTimerServer
+
+            path = path or os.path.join(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}")
+            self._watchdog = FileTimerServer(
+                path,
+                self.config.run_id,
+                max_interval=0.1,
+                daemon=True,
+                allowed_pids=lambda pid: self.worker_of(pid) is not None,
+                on_expired=self._on_timer_expired,
+            )
+            self._watchdog.start()
+            self.health.watch("watchdog", self._watchdog.get_last_progress_time, timeout=60.0)
+        if path:
+            for env in self._envs.values():
+                env[TIMER_FILE] = path
+
+    def stop_watchdog(self) -> None:
+        """The workers are gone: no timer of theirs counts any more."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            self.health.unwatch("watchdog")
+            watchdog.stop()
+
+    def _on_timer_expired(self, pid: int, requests: Any) -> bool:
+        """A watchdog timer ran out (in the watchdog's thread): stacks first, then the kill."""
+        worker = self.worker_of(pid)
+        if worker is None:
+            return False
+        scopes = ", ".join(str(r.scope_id)[:200] for r in requests)
+        saved = self.save_stacks()
+        self.events.record(
+            "timer_expired",
+            local_rank=worker.local_rank,
+            pid=pid,
+            scopes=scopes,
+            stacks=[str(p) for p in saved],
+        )
+        self.condemn(worker, f"did not end {scopes} before its timer ran out")
+        return True
+
+    # ------------------------------------------------------------------ the end
+
+    def stop(
+        self, signum: int, grace: float, hurry: Callable[[], bool] = lambda: False
+    ) -> StopReport | None:
+        """End every process of the crew; None when all were gone already.
+
+        ``grace`` in seconds; ``hurry`` cuts it short (``Supervisor.stop``).
+        """
+        living = [w for w in self._all if not w.gone]
+        if not living:
+            return None
+        stopped = self.supervisor.stop(living, signum, grace, hurry)
+        self.unkillable += [w.pid for w in stopped.unkillable]
+        self.events.record("workers_stopped", seconds=stopped.seconds, swept=stopped.swept)
+        return stopped
+
+    def close(self) -> None:
+        """Let go of everything, the supervisor included; the workers are stopped already."""
+        self.streams.end_attempt()
+        self.close_store()
+        self.supervisor.close(grace=1.0)
+        self.streams.close()
+        if self._oom is not None:
+            self._oom.close()
+        for kept in self._kept.values():
+            for fd in kept.values():
+                os.close(fd)
+        self._kept.clear()
+
+    def pass_on(self, number: int) -> None:
+        """A signal for the program: to every worker alone."""
+        for worker in self.supervisor.running():  # ours may still be in the making
+            if worker.alive:
+                try:
+                    # not worker.signal(): that would count as a stop of ours
+                    syscalls.pidfd_send_signal(worker.pidfd, number)
+                except OSError:
+                    pass
+
+    # ------------------------------------------------------------------ facts
+
+    def end_of(self, worker: WorkerProcess, light: bool = False) -> report.WorkerEnd:
+        """What is known of a worker's end; ``light``: without waiting for its output."""
+        record = errorfile.read(self.streams.error_file(worker.local_rank) or os.devnull)
+        if record is not None and worker.returncode is not None and worker.returncode <= 0:
+            record = None  # it went on after what it recorded
+        lines, path = ((), "") if light else self.streams.last_lines(worker.local_rank)
+        progress = worker.page.read()
+        # a SIGKILL that is not ours was there before our milder signal
+        not_ours = worker.returncode == -signal.SIGKILL and (
+            int(signal.SIGKILL) not in worker.signalled_by_us
+        )
+        stopped = bool(worker.signalled_by_us) and worker.id not in self.hung and not not_ours
+        dead = worker.dead_ns if worker.dead_ns is not None else time.monotonic_ns()
+        message = record.message if record else None
+        exception = message.get("message") if isinstance(message, dict) else message
+        return report.WorkerEnd(
+            rank=self.ranks[worker.local_rank],
+            local_rank=worker.local_rank,
+            pid=worker.pid,
+            host=self.host,
+            returncode=worker.returncode,
+            dead_ns=worker.dead_ns,
+            stopped=stopped,
+            exception=exception or report.exception_in(lines),
+            traceback=record.text if record and isinstance(message, dict) else "",
+            stderr_tail=tuple(lines),
+            log_file=path,
+            step=progress.step,
+            lasted=max(0.0, (dead - worker.started_ns) / 1e9),
+            memory=self._memory(worker) if not light else None,
+            hung=self.hung.get(worker.id),
+        )
+
+    def ends(self) -> list[report.WorkerEnd]:
+        """Of all workers, with all that they have written."""
+        self.streams.end_attempt()
+        return [self.end_of(w) for w in self.workers.values()]
+
+    def failures(self, ends: Sequence[report.WorkerEnd]) -> dict[int, ProcessFailure]:
+        """Those that failed by themselves, as PyTorch's agents report them: by global rank."""
+        return {
+            e.rank: ProcessFailure(
+                local_rank=e.local_rank,
+                pid=e.pid,
+                exitcode=e.returncode or 0,
+                error_file=self.streams.error_file(e.local_rank) or "<N/A>",
+                observed_ns=wall_ns(e.dead_ns or time.monotonic_ns()),
+            )
+            for e in ends
+            if e.failed and not e.stopped
+        }
+
+    def _memory(self, worker: WorkerProcess) -> str | None:
+        """A sentence if the kernel says that memory ran out."""
+        mark = self._marks.get(worker.id)
+        if self._oom is None or mark is None or not worker.returncode:
+            return None
+        return self._oom.explain(mark, worker.returncode, worker.max_rss)
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Ranks, pids, states, progress for ``/status``. From any thread, without waiting."""
+        workers = []
+        for worker in list(self.workers.values()):
+            progress = worker.page.read()
+            workers.append(
+                {
+                    "local_rank": worker.local_rank,
+                    "rank": self.ranks[worker.local_rank],
+                    "pid": worker.pid,
+                    "incarnation": worker.incarnation,
+                    "warm": worker.warm,
+                    "alive": worker.alive,
+                    "returncode": worker.returncode,
+                    "step": progress.step,
+                    "phase": progress.phase,
+                    "beat_age_seconds": round((time.monotonic_ns() - progress.beat_ns) / 1e9, 3)
+                    if progress.beat_ns
+                    else None,
+                }
+            )
+        return workers
+
+
+def _cannot_start(error: OSError | ValueError) -> CannotStart:
+    if isinstance(error, TimeoutError):
+        return CannotStart(str(error), exit_codes.CANNOT_START)
+    if isinstance(error, ValueError) or error.filename is None:
+        return CannotStart(f"the workers cannot be started: {error}", exit_codes.CANNOT_START)
+    if error.errno == errno.ENOENT and error.strerror == os.strerror(errno.ENOENT):
+        return CannotStart(f"there is no program {error.filename}", exit_codes.NOT_FOUND)
+    status = exit_codes.NOT_FOUND if error.errno == errno.ENOENT else exit_codes.CANNOT_START
+    return CannotStart(f"{error.filename} cannot be run: {error.strerror}", status)
+
+
+def _forget(path: str) -> None:
+    if path and path != os.devnull:
+        try:
+            os.unlink(path)
+        except OSError:
+            pass
+
+
+__all__ = ["CannotStart", "Crew"]

@@ -1,0 +1,272 @@
+"""Recovery in place: what the workers say becomes events, what is decided becomes deeds.
+
+``event_of`` turns a worker's message into an event of ``phalanx.recovery.episode``. ``Hands``
+carry out on one node what was decided, whoever decided it. ``InPlace`` is both with the machine
+between them, for a job that is on one machine.
+
+Ranks are the job's (global) ones throughout; ``Hands`` know which are this node's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from phalanx.agent import report
+from phalanx.agent.crew import CannotStart, Crew
+from phalanx.agent.story import Story, plain
+from phalanx.process.supervisor import SupervisorError
+
+if TYPE_CHECKING:
+    import socket
+
+    from phalanx.process.channel import Message
+    from phalanx.process.supervisor import WorkerProcess
+    from phalanx.recovery import episode as ep
+
+
+def episodes() -> Any:
+    """The recovery machine, imported when the first worker can be recovered in place."""
+    from phalanx.recovery import episode
+
+    return episode
+
+
+def event_of(rank: int, message: Message, generation: int) -> ep.Event | None:
+    """What a worker's message (docs/training.md) means to the machine; None: nothing.
+
+    ``generation`` is that of a message that names none. Nothing a worker says may harm.
+    """
+    say = message.fields
+    generation = _whole(say.get("generation"), generation)
+    step = _whole(say.get("step"), None)
+    from phalanx.recovery import episode as ep
+
+    if message.type == "hello":
+        return ep.Hello(rank, generation, bool(say.get("waiting")))
+    if message.type == "left":
+        return ep.Left(rank, generation)
+    if message.type == "fault":
+        kind, text = str(say.get("kind", ""))[:40], str(say.get("text", ""))[:2000]
+        return ep.Fault(rank, generation, kind, text, step)
+    if message.type == "good_step":
+        told = say.get("report")
+        return ep.GoodStep(rank, generation, step or 0, told if isinstance(told, dict) else {})
+    if message.type == "finished":
+        return ep.Finished(rank)
+    return None
+
+
+class Hands:
+    """Carries out on this node what was decided for the job. Ranks of other nodes are ignored."""
+
+    def __init__(self, crew: Crew, interruptible: Callable[[], AbstractContextManager[None]]):
+        """``interruptible``: a context in which a stop signal is raised at once."""
+        self.crew = crew
+        self._interruptible = interruptible
+
+    def local(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Rank to local rank, for those that are here."""
+        own = {rank: local for local, rank in enumerate(self.crew.ranks)}
+        return {rank: own[rank] for rank in ranks if rank in own}
+
+    def replace(self, rank: int, generation: int, env: Mapping[str, str] | None = None) -> int:
+        """Start a replacement; its pid, 0 when the rank is not of this node.
+
+        Raises CannotStart, SupervisorError.
+        """
+        pid = 0
+        for local_rank in self.local([rank]).values():
+            with self._interruptible():
+                pid = self.crew.replace(local_rank, generation, env).pid
+        return pid
+
+    def leave(self, ranks: Iterable[int], generation: int) -> None:
+        """Have them leave whatever step of ``generation`` they are in."""
+        for local_rank in self.local(ranks).values():
+            self.crew.tell(local_rank, "leave", generation=generation)
+
+    def join(
+        self,
+        members: Iterable[int],
+        survivors: Iterable[int],
+        *,
+        generation: int,
+        world: int,
+        store: str,
+    ) -> None:
+        """Have them come together again. ``store``: ``"host:port"``; the survivors of the
+        last generation keep their rank, the other members are new.
+        """
+        kept = set(survivors)
+        self.crew.generation = generation
+        for rank, local_rank in self.local(members).items():
+            self.crew.tell(
+                local_rank,
+                "join",
+                generation=generation,
+                rank=rank,
+                world=world,
+                store=store,
+                previous_rank=rank if rank in kept else None,
+            )
+        self.crew.prepare_later()
+
+    def kill(self, rank: int, why: str) -> None:
+        """End a rank's process; ``why`` is a clause for a person."""
+        for local_rank in self.local([rank]).values():
+            self.crew.events.record("worker_killed", local_rank=local_rank, why=why)
+            self.crew.kill(local_rank, why)
+
+
+class InPlace:
+    """The recoveries of a job on one machine.
+
+    ``why`` is None until the whole group has to be started again (or the job to end); then
+    it is the first reason.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        story: Story,
+        interruptible: Callable[[], AbstractContextManager[None]],
+        next_store: Callable[[], tuple[socket.socket, str]],
+        replaced: Callable[[int, int], None],
+    ) -> None:
+        """``next_store``: a listening socket for the next generation's store and its address.
+        ``replaced(rank, pid)`` is told of each replacement.
+        """
+        self.crew = crew
+        self.story = story
+        self.hands = Hands(crew, interruptible)
+        self.why: str | None = None
+        self._next_store = next_store
+        self._replaced = replaced
+        # None until a worker says hello: a plain program needs no machine
+        self._machine: ep.State | None = None
+
+    @property
+    def episode(self) -> ep.Episode | None:
+        """The recovery under way. From any thread."""
+        machine = self._machine
+        return machine.episode if machine else None
+
+    def begin(self, world: int, generation: int) -> None:
+        """The whole group is about to be started, as this generation."""
+        self.why = None
+        if self._machine is not None:
+            self._machine = episodes().State.fresh(world, generation, self._machine)
+
+    def give_up(self, why: str) -> None:
+        """Have the whole group started again, or the job end; the first reason counts."""
+        self.why = self.why or why
+
+    def due(self) -> float | None:
+        """When the next ``tick`` has something to do, in monotonic seconds."""
+        return None if self._machine is None else episodes().next_deadline(self._machine)
+
+    def tick(self, now: float) -> None:
+        due = self.due()
+        if due is not None and now >= due:
+            self._advance(episodes().Tick())
+
+    def on_died(self, worker: WorkerProcess) -> None:
+        """A process of the crew is dead."""
+        if not self.crew.is_current(worker):
+            return
+        rank = self.crew.ranks[worker.local_rank]
+        end = self.crew.end_of(worker, light=True)
+        how = report.how(end)
+        if self._machine is None:
+            if worker.returncode != 0:
+                self.give_up(f"rank {rank} {how}")
+        elif worker.returncode == 0:
+            self._advance(episodes().Finished(rank))
+        else:
+            hung = worker.id in self.crew.hung
+            step = worker.page.read().step
+            self._advance(episodes().Died(rank, how, step, hung), report.describe(end))
+
+    def on_message(self, worker: WorkerProcess, message: Message) -> None:
+        """What a worker said."""
+        if self.crew.kept(worker, message) or not self.crew.is_current(worker):
+            return
+        rank = self.crew.ranks[worker.local_rank]
+        if self._machine is None:
+            self._machine = episodes().State.fresh(len(self.crew.ranks), self.crew.generation)
+        event = event_of(rank, message, self.crew.generation)
+        if event is None:
+            if self.crew.worth_recording(worker):
+                said = {**plain(message.fields), "local_rank": worker.local_rank}
+                self.crew.events.record("worker_said", **{**said, "type": message.type})
+            return
+        if isinstance(event, episodes().Fault) and self.crew.worth_recording(worker):
+            self.crew.events.record(
+                "worker_fault",
+                local_rank=worker.local_rank,
+                fault=event.kind,
+                text=event.text,
+                step=event.step,
+            )
+        self._advance(event)
+
+    def _advance(self, event: ep.Event, words: str | None = None) -> None:
+        """Feed the machine and carry out what it says; ``words`` tell a person of the event."""
+        assert self._machine is not None
+        before = self._machine.episode
+        self._machine, effects = episodes().advance(self._machine, event, time.monotonic())
+        now = self._machine.episode
+        if now is not None and (before is None or before.number != now.number):
+            self.story.episode_began(now, words or now.cause)
+        elif words:
+            self.story.console.warn(words)
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: ep.Effect) -> None:
+        from phalanx.recovery import episode as ep
+
+        if isinstance(effect, ep.Replace):
+            try:
+                self._replaced(effect.rank, self.hands.replace(effect.rank, effect.generation))
+            except (CannotStart, SupervisorError) as error:
+                self.give_up(f"no replacement for rank {effect.rank} could be started: {error}")
+        elif isinstance(effect, ep.Regroup):
+            self._regroup(effect)
+        elif isinstance(effect, ep.Kill):
+            self.hands.kill(effect.rank, effect.why)
+        elif isinstance(effect, ep.RestartGroup):
+            self.crew.events.record("restart_group", why=effect.why)
+            self.give_up(effect.why)
+        elif isinstance(effect, ep.Recovered):
+            self.crew.close_old_stores()
+            self.story.recovered(effect)
+
+    def _regroup(self, effect: ep.Regroup) -> None:
+        if self.why is not None:
+            return
+        self.crew.events.update(generation=effect.generation)
+        self.hands.leave(effect.survivors, effect.generation - 1)
+        listener, address = self._next_store()
+        try:
+            self.crew.renew_store(listener)
+        except SupervisorError as error:
+            self.give_up(str(error))
+            return
+        self.hands.join(
+            effect.members,
+            effect.survivors,
+            generation=effect.generation,
+            world=len(effect.members),
+            store=address,
+        )
+
+
+def _whole(value: Any, default: Any) -> Any:
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+__all__ = ["Hands", "InPlace", "event_of"]
