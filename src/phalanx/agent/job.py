@@ -2,7 +2,7 @@
 
 It is a SimpleElasticAgent (the state, the rank table, the events and metrics of PyTorch's
 contract) with a loop of its own: it waits in the supervisor's selector, restarts by the
-policy of ``phalanx.agent.policy``, has workers recovered in place (``inplace``), and has it
+policy of ``phalanx.recovery.policy``, has workers recovered in place (``inplace``), and has it
 told (``story``). The processes are the ``crew``'s.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from phalanx.agent import exit_codes, policy, report
+from phalanx.agent import exit_codes, report
 from phalanx.agent.config import JobConfig
 from phalanx.agent.console import Console
 from phalanx.agent.crew import CannotStart, Crew
@@ -41,6 +41,7 @@ from phalanx.process.supervisor import (
     WorkerDied,
     WorkerSpoke,
 )
+from phalanx.recovery import policy
 
 if TYPE_CHECKING:
     from phalanx.events import EventLog

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.agent import policy, report
+from phalanx.agent import report
 from phalanx.agent.console import Console, seconds
+from phalanx.recovery import policy
 
 if TYPE_CHECKING:
     from pathlib import Path

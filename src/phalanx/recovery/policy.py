@@ -1,7 +1,7 @@
 """Whether and when the whole group is started again after a fault. Pure.
 
-``phalanx run`` uses it; the bare agent API restarts ``max_restarts`` times at once, as
-PyTorch's does.
+``phalanx run`` and the coordinator of several nodes use it; the bare agent API restarts
+``max_restarts`` times at once, as PyTorch's does.
 """
 
 from __future__ import annotations

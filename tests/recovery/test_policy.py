@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.agent.policy import Attempt, Policy, decide
+from phalanx.recovery.policy import Attempt, Policy, decide
 
 LONG, SHORT = 100.0, 0.5
 
