@@ -33,6 +33,36 @@ def wait_for(name, limit=50):
         time.sleep(0.01)
 """
 
+MEMBER = """
+import select, socket, phalanx
+from phalanx.process.channel import Channel
+JOIN = "PHALANX_JOIN" in os.environ
+end = Channel(socket.socket(fileno=os.dup(int(os.environ["PHALANX_CHANNEL_FD"]))))
+generation = int(os.environ["PHALANX_GENERATION"])
+def hear(limit=50):
+    end.wait(limit)
+    return end.receive()
+def begin():
+    note = os.memfd_create("note")
+    end.send("keep", (note,), name="note", size=0)
+    os.close(note)
+    phalanx.progress(generation)
+    end.send("hello", generation=generation, rank=RANK, capabilities=[], waiting=JOIN)
+def follow(message):
+    # True: a generation begins
+    global generation
+    if message.type == "leave":
+        told = message.fields["generation"]
+        end.send("left", generation=told, step=told, clean=True, shard=0, shards=1)
+    if message.type == "kept":
+        for fd in message.fds: os.close(fd)
+    if message.type == "join" and message.fields["generation"] > generation - JOIN:
+        generation = message.fields["generation"]
+        phalanx.progress(generation)
+        end.send("good_step", generation=generation, step=generation, report={"lost_steps": 0})
+        return True
+"""
+
 
 def _default_signals() -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
@@ -121,6 +151,16 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         if one.process.poll() is None:
             one.process.send_signal(signal.SIGKILL)
         one.process.communicate(timeout=20)
+
+
+@pytest.fixture
+def member(job: Callable[..., Job]) -> Callable[..., Job]:
+    """A job whose workers speak the messages of a session and do nothing else."""
+
+    def start(options: str, body: str, **more: Any) -> Job:
+        return job(options, MEMBER + body, **more)
+
+    return start
 
 
 def alive(pid: int) -> bool:

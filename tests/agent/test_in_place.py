@@ -10,40 +10,6 @@ import pytest
 
 pytestmark = pytest.mark.process
 
-MEMBER = """
-import select, socket, phalanx
-from phalanx.process.channel import Channel
-JOIN = "PHALANX_JOIN" in os.environ
-end = Channel(socket.socket(fileno=os.dup(int(os.environ["PHALANX_CHANNEL_FD"]))))
-generation = int(os.environ["PHALANX_GENERATION"])
-def hear(limit=50):
-    end.wait(limit)
-    return end.receive()
-def begin():
-    note = os.memfd_create("note")
-    end.send("keep", (note,), name="note", size=0)
-    os.close(note)
-    phalanx.progress(generation)
-    end.send("hello", generation=generation, rank=RANK, capabilities=[], waiting=JOIN)
-def follow(message):
-    # True: a generation begins
-    global generation
-    if message.type == "leave":
-        told = message.fields["generation"]
-        end.send("left", generation=told, step=told, clean=True, shard=0, shards=1)
-    if message.type == "kept":
-        for fd in message.fds: os.close(fd)
-    if message.type == "join" and message.fields["generation"] > generation - JOIN:
-        generation = message.fields["generation"]
-        phalanx.progress(generation)
-        end.send("good_step", generation=generation, step=generation, report={"lost_steps": 0})
-        return True
-"""
-
-
-def member(job, options: str, body: str, **more):
-    return job(options, MEMBER + body, **more)
-
 
 def keeper_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
@@ -53,9 +19,8 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-def test_thirty_recoveries_leak_nothing_and_are_all_told(job) -> None:
+def test_thirty_recoveries_leak_nothing_and_are_all_told(member) -> None:
     run = member(
-        job,
         "--nproc-per-node 2 --max-restarts 0",
         """
 begin()
@@ -98,9 +63,8 @@ while True:
     assert min(t for _, t in late) <= max(t for _, t in early), counts
 
 
-def test_a_stop_signal_while_a_replacement_is_being_started(job) -> None:
+def test_a_stop_signal_while_a_replacement_is_being_started(member) -> None:
     run = member(
-        job,
         "--nproc-per-node 2 --shutdown-timeout 20",
         """
 begin()
@@ -124,9 +88,8 @@ while True: follow(hear())
     assert "Traceback" not in run.err
 
 
-def test_the_keeper_dies_as_the_ranks_come_together_again(job) -> None:
+def test_the_keeper_dies_as_the_ranks_come_together_again(member) -> None:
     run = member(
-        job,
         "--nproc-per-node 2 --max-restarts 1",
         """
 begin()
@@ -151,14 +114,13 @@ while True: follow(hear())
     assert "Traceback" not in run.err
 
 
-def test_with_a_given_port_the_old_store_has_gone_before_the_new_one_serves(job) -> None:
+def test_with_a_given_port_the_old_store_has_gone_before_the_new_one_serves(member) -> None:
     import socket
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     run = member(
-        job,
         f"--nproc-per-node 2 --max-restarts 0 --master-port {port}",
         """
 begin()

@@ -184,3 +184,21 @@ def test_an_interpreter_that_is_a_script_is_never_warm(tmp_path) -> None:
     wrapper.write_text('#!/bin/sh\nexec python3 "$@"\n')
     assert not config_from(parse(["s.py"], {}), {"PYTHON_EXEC": str(wrapper)}).warm
     assert config_from(parse(["s.py"], {}), {}).warm
+
+
+@pytest.mark.parametrize(
+    ("words_", "says"),
+    [
+        ("--controller-ca x", "needs --controller"),
+        ("--controller ,", "HOST:PORT"),
+        ("--controller h:1 --controller-timeout 0", "not 0"),
+        ("--controller h:1 --controller-cert x", "go together"),
+        ("--controller h:1 --controller-ca /no/such/file", "cannot read /no/such/file"),
+    ],
+)
+def test_a_controller_that_cannot_be_asked(words_: str, says: str) -> None:
+    from phalanx.cli.run import config_from
+
+    pytest.importorskip("grpc")
+    with pytest.raises(UsageError, match=says):
+        config_from(parse([*words_.split(), "x.py"], {}), {})

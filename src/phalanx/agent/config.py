@@ -10,6 +10,19 @@ from phalanx.recovery.deadlines import Limits
 
 
 @dataclass(frozen=True)
+class Controller:
+    """A controller to be asked: its addresses, the seconds a decision may take, and the PEM
+    files and the token with which it is reached (none: clear text, no token)."""
+
+    addresses: tuple[str, ...]
+    timeout: float = 2.0
+    root: str = ""
+    certificate: str = ""
+    key: str = ""
+    token: str = ""
+
+
+@dataclass(frozen=True)
 class JobConfig:
     """One job on one machine. Times in seconds; ``nproc`` workers.
 
@@ -46,6 +59,9 @@ class JobConfig:
     master_port: int = 0
     local_addr: str | None = None
     hang_limits: Limits | None = None
+    controller: Controller | None = None
+    node_check: str | None = None
+    node_check_timeout: float = 300.0
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -9,6 +9,12 @@ USAGE = 2
 INTERNAL = 70
 """A defect of Phalanx itself; the traceback is printed."""
 
+CONTROLLER = 118
+"""A controller ended the job, and no worker had failed."""
+
+NODE_CHECK = 119
+"""This node did not pass its check (``--node-check``) and stayed out; nothing was started."""
+
 RENDEZVOUS = 120
 """The nodes of the job did not find together."""
 

@@ -145,6 +145,8 @@ class InPlace:
         self.why: str | None = None
         self._next_store = next_store
         self._replaced = replaced
+        self.ended: str | None = None  # why the job is not to be started again
+        self._only: str | None = None  # the strategy that has been ordered
         # None until a worker says hello: a plain program needs no machine
         self._machine: ep.State | None = None
 
@@ -217,7 +219,9 @@ class InPlace:
         """Feed the machine and carry out what it says; ``words`` tell a person of the event."""
         assert self._machine is not None
         before = self._machine.episode
-        self._machine, effects = episodes().advance(self._machine, event, time.monotonic())
+        self._machine, effects = episodes().advance(
+            self._machine, event, time.monotonic(), self._bounds(self._only)
+        )
         now = self._machine.episode
         if now is not None and (before is None or before.number != now.number):
             self.story.episode_began(now, words or now.cause)
@@ -225,6 +229,16 @@ class InPlace:
             self.story.console.warn(words)
         for effect in effects:
             self._carry_out(effect)
+
+    def _bounds(self, only: str | None) -> ep.Bounds:
+        """The machine's bounds; ``only``: the one strategy of the ladder that is enabled."""
+        ep = episodes()
+        if only is None:
+            return ep.Bounds()  # type: ignore[no-any-return]
+        from phalanx.recovery import ladder
+
+        enabled = frozenset({ladder.Strategy(only)})
+        return ep.Bounds(policy=ladder.Policy(enabled=enabled))  # type: ignore[no-any-return]
 
     def _carry_out(self, effect: ep.Effect) -> None:
         from phalanx.recovery import episode as ep

@@ -44,6 +44,7 @@ from phalanx.process.supervisor import (
 from phalanx.recovery import policy
 
 if TYPE_CHECKING:
+    from phalanx.agent.counsel import Counsel
     from phalanx.events import EventLog
     from phalanx.health import LoopHealth, Metric
 
@@ -70,14 +71,38 @@ class JobAgent(SimpleElasticAgent):
         )
         self.crew = Crew(config, supervisor, console, events, health)
         self.story = Story(config, console, events)
-        self.in_place = InPlace(
-            self.crew, self.story, self.signals.interruptible, self._next_store, self._replaced
-        )
+        self.counsel: Counsel | None = None
+        self.in_place = self._recovery()
         self.root: report.WorkerEnd | None = None
         self.verdict: policy.Verdict | None = None
         self._attempts: list[policy.Attempt] = []
         self._keeper_lost: str | None = None
         supervisor.on_turn = health.tick
+
+    def _recovery(self) -> InPlace:
+        """What decides on recoveries: the machine alone, or a controller."""
+        parts = (
+            self.crew,
+            self.story,
+            self.signals.interruptible,
+            self._next_store,
+            self._replaced,
+        )
+        controller = self.config.controller
+        if controller is None:
+            return InPlace(*parts)
+        from phalanx.agent.advised import Advised
+        from phalanx.agent.counsel import Counsel
+
+        advised = Advised(*parts)
+        advised.counsel = self.counsel = Counsel(
+            controller,
+            self.config.run_id,
+            self._worker_group.spec.local_world_size,
+            self.supervisor.wake,
+            self.events,
+        )
+        return advised
 
     # ------------------------------------------------------------------ starting
 
@@ -282,6 +307,9 @@ class JobAgent(SimpleElasticAgent):
         )
         max_restarts = self._worker_group.spec.max_restarts
         self.verdict = policy.decide(policy.Policy(max_restarts=max_restarts), self._attempts)
+        if self.in_place.ended is not None:
+            reason = f"the controller ended the job ({self.in_place.ended})"
+            self.verdict = policy.Verdict(False, reason=reason)
         stacks, self.crew.stacks = self.crew.stacks, None
         self.story.failed(
             ends,
@@ -337,6 +365,7 @@ class JobAgent(SimpleElasticAgent):
             "restarts_left": self._remaining_restarts,
             "recoveries_in_place": self.story.timeline.in_place,
             "recovering": episode.cause if episode else None,
+            "controller": " ".join(self.counsel.link_state) if self.counsel else None,
             "workers": self.crew.facts(),
         }
 

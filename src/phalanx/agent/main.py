@@ -15,6 +15,7 @@ from phalanx.agent import exit_codes
 from phalanx.agent.console import Console, ConsoleHandler, Patient
 from phalanx.agent.crew import CannotStart
 from phalanx.agent.job import JobAgent
+from phalanx.agent.node_check import NodeUnfit, check
 from phalanx.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from phalanx.elastic.events import Event, get_logging_handler, record
 from phalanx.elastic.multiprocessing import SignalException
@@ -81,12 +82,16 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
 
         supervisor.on_turn = turn
         agent.signals.install()
+        if agent.counsel is not None:
+            agent.counsel.start()
         events.record("run_began", argv=list(config.program.argv), nproc=config.nproc)
         status = _run(agent, console)
         events.record("run_ended", status=status)
         return status
     finally:
         supervisor.close(grace=1.0)
+        if agent is not None and agent.counsel is not None:
+            agent.counsel.close()
         if agent is not None:
             agent.crew.streams.close()
             agent.signals.restore()
@@ -102,6 +107,8 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
 
 def _run(agent: JobAgent, console: Console) -> int:
     try:
+        if agent.config.node_check:
+            _check_node(agent, console)
         try:
             result = agent.run()
         except Exception:
@@ -112,6 +119,11 @@ def _run(agent: JobAgent, console: Console) -> int:
         number = signal.Signals(error.sigval)
         console.say(agent.story.summary(f"stopped by {number.name}"))
         return 128 + number
+    except NodeUnfit as error:
+        console.fail(f"this node stays out of the job: {error}")
+        console.quote([f"  {line}" for line in error.lines])
+        agent.events.record("node_unfit", why=str(error), lines=list(error.lines))
+        return exit_codes.NODE_CHECK
     except CannotStart as error:
         console.fail(str(error))
         return error.status
@@ -126,6 +138,15 @@ def _run(agent: JobAgent, console: Console) -> int:
         traceback.print_exc(file=sys.stderr)
         return exit_codes.INTERNAL
     return _status(agent, result, console)
+
+
+def _check_node(agent: JobAgent, console: Console) -> None:
+    config = agent.config
+    assert config.node_check is not None
+    env = {**os.environ, **config.environment}
+    with agent.signals.interruptible():
+        took = check(agent.supervisor, config.node_check, config.node_check_timeout, env)
+    agent.events.record("node_checked", seconds=took)
 
 
 def _tell(agent: JobAgent, event: Event) -> None:
@@ -156,6 +177,8 @@ def _status(agent: JobAgent, result: RunResult, console: Console) -> int:
     root = agent.root
     if root is not None and root.hung:
         return exit_codes.HUNG
+    if root is None and agent.in_place.ended is not None:
+        return exit_codes.CONTROLLER
     if root is None or root.returncode is None:
         return exit_codes.UNKILLABLE if agent.crew.unkillable else exit_codes.KEEPER
     return exit_codes.of_returncode(root.returncode)

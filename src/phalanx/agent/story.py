@@ -226,6 +226,17 @@ class Story:
             f"{who}, training again after {seconds(effect.seconds)} ({phases}{steps})"
         )
 
+    # ------------------------------------------------------------------ a controller's word
+
+    def advised(self, strategy: str, why: str) -> None:
+        """The controller has decided. ``why``: its reason, which begins with the strategy."""
+        reason = f": {why}" if why and why != strategy else f": {strategy}"
+        self.console.say(f"decided by the controller{reason}")
+
+    def alone(self, strategy: str, why: str) -> None:
+        """It has not, and what is done without it."""
+        self.console.warn(f"decided without the controller ({why}): {strategy}")
+
     # ------------------------------------------------------------------ the end
 
     def summary(self, what: str) -> str:

@@ -12,7 +12,7 @@ from phalanx.process.program import Program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.agent.config import JobConfig
+    from phalanx.agent.config import Controller, JobConfig
 
 USAGE_STATUS = 2
 
@@ -114,7 +114,45 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         master_port=port,
         local_addr=a.local_addr,
         hang_limits=hang_limits,
+        controller=_controller(a, env),
+        node_check=a.node_check or None,
+        node_check_timeout=a.node_check_timeout,
         environment=threads(nproc, env),
+    )
+
+
+def _controller(a: RunArguments, env: Mapping[str, str]) -> Controller | None:
+    """Who is asked, if anybody is."""
+    from importlib.util import find_spec
+
+    from phalanx.agent.config import Controller
+
+    more = [n for n in ("controller_ca", "controller_cert", "controller_key") if getattr(a, n)]
+    if not a.controller:
+        if more:
+            raise UsageError(f"--{more[0].replace('_', '-')} needs --controller HOST:PORT")
+        return None
+    addresses = tuple(part.strip() for part in a.controller.split(",") if part.strip())
+    if not addresses:
+        raise UsageError(f"--controller is HOST:PORT, not {a.controller!r}")
+    if not 0 < a.controller_timeout <= 3600:
+        raise UsageError(
+            f"--controller-timeout is up to 3600 seconds and not 0, not {a.controller_timeout:g}"
+        )
+    if bool(a.controller_cert) != bool(a.controller_key):
+        raise UsageError("--controller-cert and --controller-key go together")
+    for name in more:
+        if not os.access(getattr(a, name), os.R_OK):
+            raise UsageError(f"--{name.replace('_', '-')}: cannot read {getattr(a, name)}")
+    if any(find_spec(name) is None for name in ("grpc", "google")):
+        raise UsageError("--controller needs two more packages: pip install grpcio protobuf")
+    return Controller(
+        addresses,
+        a.controller_timeout,
+        a.controller_ca,
+        a.controller_cert,
+        a.controller_key,
+        env.get("PHALANX_CONTROLLER_TOKEN", ""),
     )
 
 

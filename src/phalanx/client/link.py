@@ -27,7 +27,7 @@ from phalanx.client.channel import Credentials, Stub, connect, metadata
 from phalanx.proto import control_pb2
 from phalanx.proto import recover_pb2 as pb
 from phalanx.recovery import words
-from phalanx.recovery.model import Key, Node
+from phalanx.recovery.model import Key, Node, Received
 from phalanx.recovery.words import Code
 
 log = logging.getLogger("phalanx.client")
@@ -52,29 +52,6 @@ class Declaration:
     watches_nodes: bool = False
     report_timeout: int = 0
     reschedule_timeout: int = 0
-
-
-@dataclass(frozen=True)
-class Received:
-    """One signal as it came, with plain values."""
-
-    key: Key
-    job_id: str
-    signal: str
-    actions: tuple[str, ...]
-    ranks: dict[int, int]
-    strategy: str
-    timeout: int
-    nodes: tuple[int, ...]
-    extra: str
-    report_within: int
-    reason: str
-    again: bool
-
-    @property
-    def in_place(self) -> bool:
-        """The strategy is recover-in-place (which is ``recover`` on the wire)."""
-        return self.extra == words.IN_PLACE
 
 
 @dataclass(frozen=True)

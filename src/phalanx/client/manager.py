@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import grpc
 
 from phalanx.client.channel import Credentials, Stub
-from phalanx.client.link import Link, Received
+from phalanx.client.link import Link
 from phalanx.recovery import words
+from phalanx.recovery.model import Received
 from phalanx.recovery.words import Code
 
 log = logging.getLogger("phalanx.client")

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.client import reports
-from phalanx.client.link import Received
 from phalanx.client.manager import DLRecoverManager, accepts
 from phalanx.recovery import words
+from phalanx.recovery.model import Received
 
 log = logging.getLogger("phalanx.client")
 

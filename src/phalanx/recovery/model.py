@@ -138,6 +138,29 @@ class Signal:
 
 
 @dataclass(frozen=True)
+class Received:
+    """A ``ProcessManageSignal`` as it came to a client, with plain values."""
+
+    key: Key
+    job_id: str
+    signal: str
+    actions: tuple[str, ...]
+    ranks: dict[int, int]
+    strategy: str
+    timeout: int
+    nodes: tuple[int, ...]
+    extra: str
+    report_within: int
+    reason: str
+    again: bool
+
+    @property
+    def in_place(self) -> bool:
+        """The strategy is recover-in-place (which is ``recover`` on the wire)."""
+        return self.extra == words.IN_PLACE
+
+
+@dataclass(frozen=True)
 class Maintenance:
     """A NIC switch or a stress test in progress, or a hot switch."""
 
