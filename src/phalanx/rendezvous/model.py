@@ -84,9 +84,11 @@ class Verdict:
 class Join:
     """I am here. Also after a lost connection and to a new coordinator.
 
-    ``held``: the assignment whose workers run here now, None if none do. ``offer``: a listener
-    ("host:port") that is bound and not used yet, for the store of the next generation.
-    ``epoch``: the requeue's number; a finished epoch's verdict is told to late comers.
+    ``held``: the assignment whose workers run here now or have all ended well here, None if none
+    do. ``offer``: a listener ("host:port") that is bound and not used yet, for the store of the
+    next generation. ``epoch``: the requeue's number; a finished epoch's verdict is told to late
+    comers. What the node has said of this generation and was not answered (Succeeded, Failed,
+    hello of each worker in its loop, died, prepared) is said again after a Join.
     """
 
     node: Node
@@ -169,7 +171,10 @@ Saying = Join | Offer | WorkerEvent | Failed | Succeeded | Stopped | Progress | 
 
 @dataclass(frozen=True)
 class Assign:
-    """Take this seat: start the whole group, or only the ``fresh`` ones."""
+    """Take this seat: start the whole group, or only the ``fresh`` ones.
+
+    No (term, generation) is started twice: one that is not higher than the last is ignored.
+    """
 
     assignment: Assignment
 
@@ -315,7 +320,8 @@ class Options:
     Times in seconds. ``join``: how long fewer than ``least`` nodes are waited for, at first and
     after losses; ``last_call``: how long more are waited for once ``least`` are there, for the
     first generation only; ``rejoin``: how long a forming generation waits for live members to
-    stop their workers. ``spares`` nodes beyond ``most`` wait; further ones do too.
+    stop their workers; ``recall``: how long a new coordinator waits for the members of the last
+    generation to come. ``spares`` nodes beyond ``most`` wait; further ones do too.
     """
 
     least: int = 1
@@ -324,6 +330,7 @@ class Options:
     join: float = 600.0
     last_call: float = 30.0
     rejoin: float = 60.0
+    recall: float = 5.0
     max_restarts: int = 3
     in_place: bool = True
     elastic: bool = False

@@ -1,0 +1,190 @@
+"""What the coordinator knows, and the hand that changes it for the length of one event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from phalanx.recovery import policy
+from phalanx.rendezvous.model import (
+    Assignment,
+    Effect,
+    Node,
+    Note,
+    Options,
+    Roster,
+    Saying,
+    Seat,
+    Telling,
+    To,
+    Verdict,
+)
+
+CANDIDATES = 32
+"""How many nodes are told the whole roster; the others are told these only, so that the bytes
+of a generation grow with the number of nodes and not with its square."""
+
+
+class Phase(str, Enum):
+    """Where the job stands."""
+
+    RECALL = "recall"  # after a takeover: the members say what runs
+    GATHERING = "gathering"  # no worker runs; a generation forms when it can
+    RUNNING = "running"
+    STOPPING = "stopping"  # the workers are told to end
+    OVER = "over"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A node that is connected."""
+
+    node: Node
+    since: int  # the how manieth to come
+    offer: str = ""
+    runs: int = 0  # the generation whose workers may run there, 0 for none
+    held: Assignment | None = None  # what it said it holds, until the coordinator knows itself
+    parked: str = ""  # why it was told to wait
+
+
+@dataclass(frozen=True)
+class State:
+    """One job. ``seats``, ``store`` and what is done belong to ``generation``, or, while none
+    runs, to the last one: ranks follow from it.
+    """
+
+    term: int = 1
+    epoch: int = 0
+    phase: Phase = Phase.GATHERING
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    arrivals: int = 0
+    generation: int = 0
+    attempt: int = -1
+    seats: tuple[Seat, ...] = ()
+    store: str = ""
+    host_of_store: str = ""
+    done: frozenset[str] = frozenset()  # nodes whose workers have all ended well
+    began: float = 0.0
+    furthest: int | None = None  # the last finished step that anybody told of
+    peak: int = 0  # the most nodes that any generation had
+    # bounds on the waits of the phase
+    gather_by: float | None = None  # for enough nodes
+    call_by: float | None = None  # for more than enough
+    stop_by: float | None = None  # for the workers' ends
+    offer_by: float | None = None  # for a store
+    start_at: float | None = None  # the back-off after a fault
+    recall_by: float | None = None
+    gone: frozenset[str] = frozenset()  # in RECALL: members that will not come
+    heard: tuple[tuple[str, Saying], ...] = ()  # in RECALL: what was said and is yet to be taken
+    attempts: tuple[policy.Attempt, ...] = ()  # those that a fault ended
+    spent: int = 0  # restarts used under earlier coordinators
+    why: str = ""  # why the workers are to end
+    verdict: Verdict | None = None
+
+    @staticmethod
+    def fresh(term: int = 1, epoch: int = 0) -> State:
+        """A job nobody has come to yet."""
+        return State(term=term, epoch=epoch)
+
+    @staticmethod
+    def recall(
+        term: int, now: float, options: Options, gone: frozenset[str] = frozenset()
+    ) -> State:
+        """After a takeover: the members of the last generation are waited for, but not those
+        ``gone``; what runs is what they say.
+        """
+        return State(
+            term=term,
+            epoch=options.epoch,
+            phase=Phase.RECALL,
+            recall_by=now + options.recall,
+            gone=gone,
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Over, and all have said goodbye: the coordinator may end."""
+        return self.phase is Phase.OVER and not self.peers
+
+    @property
+    def world(self) -> int:
+        return sum(len(seat.ranks) for seat in self.seats)
+
+    def seat_of(self, node: str) -> Seat | None:
+        return next((seat for seat in self.seats if seat.node == node), None)
+
+
+def next_deadline(state: State) -> float | None:
+    """When the next Tick is due; None while nothing is waited for."""
+    due = {
+        Phase.RECALL: (state.recall_by,),
+        Phase.GATHERING: (state.gather_by, state.call_by, state.offer_by, state.start_at),
+        Phase.STOPPING: (state.stop_by,),
+        Phase.RUNNING: (),
+        Phase.OVER: (),
+    }[state.phase]
+    return min((t for t in due if t is not None), default=None)
+
+
+class Turn:
+    """The handling of one event: the state as it is changed, and the effects so far."""
+
+    def __init__(self, state: State, now: float, options: Options) -> None:
+        self.state = state
+        self.now = now
+        self.options = options
+        self.effects: list[Effect] = []
+        self._peers: dict[str, Peer] | None = None
+
+    def set(self, **changes: object) -> None:
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+
+    def _own_peers(self) -> dict[str, Peer]:
+        if self._peers is None or self._peers is not self.state.peers:
+            self._peers = dict(self.state.peers)
+            self.set(peers=self._peers)
+        return self._peers
+
+    def put(self, peer: Peer) -> None:
+        self._own_peers()[peer.node.id] = peer
+
+    def change(self, node: str, **changes: object) -> None:
+        peer = self.state.peers.get(node)
+        if peer is not None:
+            self.put(replace(peer, **changes))  # type: ignore[arg-type]
+
+    def drop(self, node: str) -> None:
+        self._own_peers().pop(node, None)
+
+    def tell(self, node: str, what: Telling) -> None:
+        self.effects.append(To(node, what))
+
+    def note(self, kind: str, **data: object) -> None:
+        self.effects.append(Note(kind, data))
+
+    def name(self, node: str) -> str:
+        """The node in words for a person."""
+        peer = self.state.peers.get(node)
+        if peer is None:
+            return node
+        return peer.node.host or peer.node.address or node
+
+
+def tell_roster(turn: Turn, only: str | None = None) -> None:
+    """Tell who would take over: all of it to the first ones, the first ones to all."""
+    state = turn.state
+    seated = [seat.node for seat in state.seats if seat.node in state.peers]
+    here = set(seated)
+    waiting = sorted(
+        (p for p in state.peers.values() if p.node.id not in here), key=lambda p: p.since
+    )
+    order = [state.peers[node].node for node in seated] + [p.node for p in waiting]
+    nodes = tuple((node.id, node.endpoint) for node in order)
+    whole = Roster(state.term, state.generation, nodes, len(seated))
+    short = replace(whole, nodes=nodes[:CANDIDATES])
+    for place, (node, _) in enumerate(nodes):
+        if only in (None, node):
+            turn.tell(node, whole if place < CANDIDATES else short)
+        elif place < CANDIDATES:
+            turn.tell(node, whole)  # the newcomer is in it
