@@ -16,8 +16,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train on 4 workers, lose one, go on
 	$(PY) examples/demo.py
 
-test: $(STAMP)  ## the whole suite
-	$(PY) -m pytest
+test: $(STAMP)  ## the whole suite; what waits for processes leaves the processors to others
+	$(PY) -m pytest -n 3 --dist loadfile
 
 test-repeat: $(STAMP)  ## the tests with real processes, ten times in a row
 	for i in 1 2 3 4 5 6 7 8 9 10; do $(PY) -m pytest -m process || exit 1; done

@@ -106,6 +106,7 @@ def torchrun(
         MINDX_SERVER_IP=controller.address,
         ELASTIC_PROCESS_RECOVER_ENABLE="1",
         OMP_NUM_THREADS="1",
+        TMPDIR=str(tmp_path),  # torchrun leaves its log folder
         **env,
     )
     return done, sorted((tmp_path / "started").read_text().splitlines())

@@ -279,6 +279,41 @@ def test_messages_both_ways(scene):
         assert worker.returncode == 0
 
 
+def test_nobody_is_told_of_an_effect_ahead_of_its_cause(scene, tmp_path):
+    """What several workers said and did before the agent looks comes in the order of time."""
+    supervisor = scene.supervisor()
+    for name in ("a", "b"):
+        os.mkfifo(tmp_path / name)
+    out, done = scene.pipe()
+    code = """
+        import os, signal, sys
+        from phalanx.process.channel import Channel
+        channel = Channel.from_environment()
+        if sys.argv[1] == "one":
+            channel.send("first")
+            open("a", "w").close()
+            open("b").close()
+            channel.send("third")
+            print("done", flush=True)
+        else:
+            open("a").close()
+            channel.send("second")
+            open("b", "w").close()
+            signal.pause()
+    """
+    orders = [
+        scene.order(scene.program(code, name), rank, stdout=done, cwd=str(tmp_path))
+        for rank, name in enumerate(("other", "one"))
+    ]
+    workers = supervisor.start(orders)
+    assert scene.line(out) == "done"
+    seen = scene.until_gone(supervisor, workers[1:])
+    said = [h.message.type for h in seen if isinstance(h, WorkerSpoke)]
+    assert said == ["first", "second", "third"]
+    died = next(i for i, h in enumerate(seen) if isinstance(h, WorkerDied))
+    assert all(not isinstance(h, WorkerSpoke) for h in seen[died:])
+
+
 def test_wake_from_a_thread_and_from_a_signal_handler(scene):
     supervisor = scene.supervisor()
     supervisor.wake()

@@ -233,7 +233,9 @@ def test_debug_hook_is_looked_up_in_the_module(make: Any, path: str) -> None:
 # -- who may be signalled -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pid", [0, -1, os.getpid(), -os.getpgrp()])
+@pytest.mark.parametrize(
+    "pid", [0, -1, os.getpid(), -os.getpgrp()], ids=["0", "-1", "itself", "its group"]
+)
 def test_nobody_makes_the_server_end_itself(make: Any, path: str, pid: int) -> None:
     server = make()
     with mock.patch("os.kill") as kill:

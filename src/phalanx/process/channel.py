@@ -43,6 +43,7 @@ class Message:
     type: str
     fields: dict[str, Any] = field(default_factory=dict)
     fds: tuple[int, ...] = ()
+    sent_ns: int = field(default=0, compare=False)  # CLOCK_MONOTONIC of the sender; 0: not told
 
 
 class Channel:
@@ -81,7 +82,9 @@ class Channel:
         or is not JSON.
         """
         body = json.dumps(
-            {**fields, "v": VERSION, "type": type}, separators=(",", ":"), allow_nan=False
+            {**fields, "v": VERSION, "type": type, "sent_ns": time.monotonic_ns()},
+            separators=(",", ":"),
+            allow_nan=False,
         ).encode()
         if len(body) > MAX_BYTES:
             raise ValueError(f"message {type!r} has {len(body)} bytes; {MAX_BYTES} are allowed")
@@ -169,4 +172,7 @@ def _parse(body: bytes, flags: int, fds: tuple[int, ...]) -> Message:
     kind = value.pop("type", None)
     if not isinstance(kind, str) or not kind:
         raise MalformedMessage(f"no type: {body[:80]!r}")
-    return Message(kind, value, fds)
+    sent = value.pop("sent_ns", 0)
+    if not isinstance(sent, int) or isinstance(sent, bool):
+        sent = 0
+    return Message(kind, value, fds, sent)

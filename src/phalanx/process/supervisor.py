@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Union
@@ -34,7 +34,7 @@ SILENCE_SECONDS = 10.0  # after which the keeper is asked whether it is there
 ANSWER_SECONDS = 5.0  # for its answer; not counted is the time in which we stood still too
 ASKED_AT_MOST = 3  # times, before a keeper that does not answer is killed
 ORPHAN_SECONDS = 5.0  # how long `open` waits for what a lost keeper left behind
-_MESSAGES_AT_ONCE = 64
+_MESSAGES_AT_ONCE = 1000  # more than fit into a channel
 _SIGTERM = int(signal.SIGTERM)
 
 
@@ -271,6 +271,7 @@ class Supervisor:
         self._wake = _Wake()
         self._woken = False
         self._called_back = False
+        self._spoken = False
         self._handlers: dict[int, Callable[[], None]] = {}
         self._pending: list[Happening] = []
         self._deaths: deque[_Death] = deque()
@@ -503,7 +504,7 @@ class Supervisor:
         finally:
             theirs.close()
             worker.page.close()  # the memory stays mapped
-        self._handle(worker.channel.fileno(), partial(self._on_channel, worker))
+        self._handle(worker.channel.fileno(), self._on_channel)
         return worker
 
     def _take_back(self, workers: Sequence[WorkerProcess]) -> None:
@@ -685,10 +686,13 @@ class Supervisor:
             timeout = min(timeout, TURN_SECONDS)
         if self._keeper is not None:
             timeout = min(timeout, self._keeper_due() - time.monotonic())
+        self._spoken = False
         for fd, _ in self._epoll.poll(max(0.0, timeout)):
             handler = self._handlers.get(fd)
             if handler is not None:
                 handler()
+        if self._spoken:
+            self._hear()
         while self._deaths:
             self._on_death(self._deaths.popleft())
         if self._keeper is not None and time.monotonic() >= self._keeper_due():
@@ -788,8 +792,31 @@ class Supervisor:
             if not store.closing:
                 self._pending.append(StoreLost(store))
 
-    def _on_channel(self, worker: WorkerProcess, limit: int = _MESSAGES_AT_ONCE) -> None:
-        for _ in range(limit):
+    def _on_channel(self) -> None:
+        self._spoken = True  # all are read when the selector's news are taken in
+
+    def _hear(self, *also: tuple[int, Happening]) -> None:
+        """Tell of what the workers have said, and of ``also``, in the order of their times.
+
+        What one worker does follows from what others did before; so nobody is told of an
+        effect ahead of its cause. A pass over the channels has all that was sent before it
+        began; what is younger waits for the next pass, as its cause may not have been read.
+        """
+        told = list(also)
+        for _ in range(3):  # who never stops speaking may be told of out of order
+            now = time.monotonic_ns()
+            for worker in tuple(self._workers.values()):
+                told += self._read(worker)
+            told.sort(key=lambda one: one[0])
+            self._pending += [happening for at, happening in told if at <= now]
+            told = [one for one in told if one[0] > now]
+            if not told:
+                return
+        self._pending += [happening for _, happening in told]
+
+    def _read(self, worker: WorkerProcess) -> Iterator[tuple[int, Happening]]:
+        last = 0  # one worker's words stay in their order
+        for _ in range(_MESSAGES_AT_ONCE):
             fd = worker.channel.fileno()
             try:
                 message = worker.channel.receive()
@@ -797,7 +824,7 @@ class Supervisor:
                 self._unhandle(fd)
                 return
             except MalformedMessage as error:
-                self._pending.append(WorkerGarbled(worker, error))
+                yield last, WorkerGarbled(worker, error)
                 continue
             if message is None:
                 return
@@ -805,7 +832,9 @@ class Supervisor:
                 launch.close_all(message.fds)
                 self._watch_death(worker)
             else:
-                self._pending.append(WorkerSpoke(worker, message))
+                now = time.monotonic_ns()
+                last = max(last, min(message.sent_ns or now, now))
+                yield last, WorkerSpoke(worker, message)
 
     def _watch_death(self, worker: WorkerProcess) -> None:
         if worker.watcher is None:
@@ -839,10 +868,9 @@ class Supervisor:
 
     def _worker_died(self, worker: WorkerProcess, returncode: int | None, at_ns: int) -> None:
         if worker.dead_ns is None:
-            self._on_channel(worker, limit=1000)  # what it said before
             worker.dead_ns = at_ns
             worker.returncode = returncode
-            self._pending.append(WorkerDied(worker))
+            self._hear((at_ns, WorkerDied(worker)))
 
     def _worker_gone(self, worker: WorkerProcess, returncode: int | None) -> None:
         self._worker_died(worker, returncode, time.monotonic_ns())
