@@ -56,6 +56,14 @@ class Died:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """The processes of ``ranks`` are dead at once: their node is lost. ``how``: as a sentence."""
+
+    ranks: tuple[int, ...]
+    how: str
+
+
+@dataclass(frozen=True)
 class Fault:
     """A ``fault`` message; the kinds are those of docs/training.md."""
 
@@ -90,7 +98,7 @@ class Tick:
     """The clock has passed a deadline (or not: an early tick changes nothing)."""
 
 
-Event = Hello | Died | Fault | Left | GoodStep | Finished | Tick
+Event = Hello | Died | Gone | Fault | Left | GoodStep | Finished | Tick
 
 # --- effects --------------------------------------------------------------------------
 
@@ -304,8 +312,9 @@ def advance(
     """
     bounds = bounds or Bounds()
     rank = getattr(event, "rank", 0)
-    if not 0 <= rank < state.world:
-        raise ValueError(f"there is no rank {rank}: the world has {state.world}")
+    for named in event.ranks if isinstance(event, Gone) else (rank,):
+        if not 0 <= named < state.world:
+            raise ValueError(f"there is no rank {named}: the world has {state.world}")
     if state.over is not None:
         return state, []
     if isinstance(event, Tick):
@@ -321,6 +330,11 @@ def advance(
             fault = ladder.Fault(rank, kind, event.step, event.how)
         state = _with(state, rank, alive=False, in_loop=False, said=None)
         return _round(state, bounds, now, f"rank {rank} {event.how}", (fault,))
+    if isinstance(event, Gone):
+        for rank in event.ranks:
+            state = _with(state, rank, alive=False, in_loop=False, said=None)
+        lost = tuple(ladder.Fault(r, ladder.Kind.DEATH, None, event.how) for r in event.ranks)
+        return _round(state, bounds, now, event.how, lost)
     if isinstance(event, Fault):
         return _fault(state, event, now, bounds)
     if isinstance(event, Finished):

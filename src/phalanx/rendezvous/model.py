@@ -81,20 +81,51 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """A worker here failed, and its program cannot be recovered in place.
+
+    ``end``: the facts of ``agent.report.WorkerEnd`` in JSON. ``retryable`` false: a new try
+    would not cure it (a node that cannot start its workers at all).
+    """
+
+    generation: int
+    rank: int | None
+    reason: str
+    returncode: int | None = None
+    end: Mapping[str, object] = field(default_factory=dict)
+    retryable: bool = True
+
+
+@dataclass(frozen=True)
+class Share:
+    """What has become of the workers of ``Join.held``, as their node sees it now: global ranks
+    whose worker is ``in_loop`` (it said hello), has ``finished``, or is ``dead``; ``done``: all
+    have ended well; ``failed``: what was said of them.
+    """
+
+    in_loop: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
+    dead: tuple[int, ...] = ()
+    done: bool = False
+    failed: Failed | None = None
+
+
+@dataclass(frozen=True)
 class Join:
     """I am here. Also after a lost connection and to a new coordinator.
 
     ``held``: the assignment whose workers run here now or have all ended well here, None if none
-    do. ``offer``: a listener ("host:port") that is bound and not used yet, for the store of the
-    next generation. ``epoch``: the requeue's number; a finished epoch's verdict is told to late
-    comers. What the node has said of this generation and was not answered (Succeeded, Failed,
-    hello of each worker in its loop, died, prepared) is said again after a Join.
+    do; ``share``: what has become of them, so that nothing is lost that was said to a
+    coordinator just before its end. ``offer``: a listener ("host:port") that is bound and not
+    used yet, for the store of the next generation. ``epoch``: the requeue's number; a finished
+    epoch's verdict is told to late comers.
     """
 
     node: Node
     epoch: int = 0
     held: Assignment | None = None
     offer: str = ""
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -109,29 +140,14 @@ class WorkerEvent:
     """What happened to the worker of ``rank``: the events of ``recovery.episode`` by name.
 
     ``kind``: hello, died, fault, left, good_step, finished, stopped_at, dumped; ``data`` are the
-    fields of that event without the rank.
+    fields of that event without the rank. ``died`` may have ``returncode`` and ``end`` too, as
+    in ``Failed``: what ends the job is told with them.
     """
 
     generation: int
     rank: int
     kind: str
     data: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A worker here failed, and its program cannot be recovered in place.
-
-    ``end``: the facts of ``agent.report.WorkerEnd`` in JSON. ``retryable`` false: a new try
-    would not cure it (a node that cannot start its workers at all).
-    """
-
-    generation: int
-    rank: int | None
-    reason: str
-    returncode: int | None = None
-    end: Mapping[str, object] = field(default_factory=dict)
-    retryable: bool = True
 
 
 @dataclass(frozen=True)
