@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.made
+MINUTES ?= 10
+SEED ?= 1
 
-.PHONY: demo test test-repeat lint types conformance bench proof recovery-tour compat \
+.PHONY: demo test test-repeat lint types conformance bench proof chaos recovery-tour compat \
 	bench-training bench-controller generated clean
 
 $(STAMP): pyproject.toml
@@ -37,6 +39,9 @@ bench: $(STAMP)  ## ours beside torchrun, in one run
 
 proof: $(STAMP)  ## faults at every place of a step, against the run without one, bit for bit
 	$(PY) bench/proof.py
+
+chaos: $(STAMP)  ## random faults at random moments; MINUTES and SEED; the seed makes them again
+	$(PY) bench/chaos.py --minutes $(MINUTES) --seed $(SEED)
 
 recovery-tour: $(STAMP)  ## every strategy of the recovery protocol and every fall-back, as a transcript
 	$(PY) examples/recovery_tour.py

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +44,26 @@ def test_who_is_silent_too_long_is_named_and_a_new_process_starts_afresh() -> No
 def test_who_never_spoke_is_left_alone() -> None:
     watch = HangWatch(limits_from("30"))  # type: ignore[arg-type]
     assert watch.look([worker(0, 1, 0, 0.0)], 1e6) == {}
+
+
+@pytest.mark.process
+def test_of_those_in_one_step_the_stopped_one_is_named() -> None:
+    watch = HangWatch(limits_from("30"))  # type: ignore[arg-type]
+    with subprocess.Popen(["sleep", "60"]) as still, subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            still.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, still.pid, os.WSTOPPED | os.WNOWAIT)
+            both = [worker(0, 1, 1, 100.0), worker(1, 2, 1, 102.0)]
+            both[0].pid, both[1].pid = other.pid, still.pid
+            assert watch.look(both, 131.0) == {}
+            assert watch.look(both, 140.0) == {
+                1: "stopped, and silent for 38.0 s in phase 'step' of step 1; 30.0 s are allowed"
+            }
+            both[1].pid = other.pid
+            assert set(watch.look(both, 140.0)) == {0, 1}
+        finally:
+            still.kill()
+            other.kill()
 
 
 @pytest.mark.process

@@ -89,6 +89,15 @@ def test_who_is_behind_is_to_blame_not_who_waits():
     assert first_to_hang({0: at(7), 1: at(7)}, 1e6) == (0, 1)
 
 
+def test_who_is_in_the_same_step_is_named_with_all_others_in_it():
+    early = steps(6, 1.0).heard(6.0, STEP, 7)
+    late = steps(6, 1.0).heard(6.4, STEP, 7)
+    assert early.verdict(15.0)
+    assert not late.verdict(15.0)
+    assert first_to_hang({0: early, 1: late}, 15.0) == ()
+    assert first_to_hang({0: early, 1: late}, 18.0) == (0, 1)
+
+
 def test_who_waits_for_a_rank_that_may_take_its_time_is_not_accused():
     usual = steps(8, 1.0, limits=Limits(least=0.5))  # its limit for a step: 8 s
     waiting = usual.heard(8.0, STEP, 8)

@@ -72,7 +72,8 @@ def warm() -> None:
 
 
 class Faults:
-    """``{"rank", "step", "where", "kind", "incarnation"}``: what goes wrong, once each."""
+    """``{"rank", "step", "where", "kind", "incarnation"}``: what goes wrong, once each
+    (``"incarnation": "any"`` with ``"once": NAME``: once in all lives of the rank)."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -81,7 +82,8 @@ class Faults:
         self.faults = [
             fault
             for fault in spec.get("faults", [])
-            if fault["rank"] == self.rank and fault.get("incarnation", 0) == self.incarnation
+            if fault["rank"] == self.rank
+            and fault.get("incarnation", 0) in (self.incarnation, "any")
         ]
         self.step = -1
 
@@ -101,13 +103,19 @@ class Faults:
 
     def strike(self, fault: dict[str, Any]) -> None:
         kind = fault["kind"]
+        if "once" in fault:  # in whichever life of the rank it comes first
+            try:
+                (self.folder / f"once-{fault['once']}").touch(exist_ok=False)
+            except FileExistsError:
+                return
         (self.folder / f"fault-{self.rank}-{self.incarnation}").write_text(str(time.monotonic()))
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif kind == "kill-soon":
-            threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif kind in ("kill-soon", "stop-soon"):
+            number = signal.SIGKILL if kind == "kill-soon" else signal.SIGSTOP
+            threading.Timer(fault.get("seconds", 0.03), os.kill, (os.getpid(), number)).start()
         elif kind == "sleep":
             time.sleep(fault["seconds"])
         elif kind == "device":

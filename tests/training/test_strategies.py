@@ -64,6 +64,14 @@ def test_a_bug_is_raised_unchanged(train):
     assert run.agent.faults[0].kind is Kind.BUG
 
 
+def test_a_rank_that_ends_by_a_bug_is_replaced(train, undisturbed):
+    run = train(faults=[{"rank": 2, "step": 3, "where": "forward", "kind": "bug"}])
+    run.same_as(undisturbed())
+    assert run.agent.faults[0].kind is Kind.BUG
+    (dead,) = (one for one in run.agent.everyone if one.rank == 2 and one.incarnation == 0)
+    assert not dead.finished, "it has not finished: the agent may go on in place"
+
+
 def test_out_of_memory_is_told_and_the_rank_replaced(train, undisturbed):
     run = train(faults=[{"rank": 2, "step": 3, "where": "forward", "kind": "memory"}])
     run.same_as(undisturbed())

@@ -109,7 +109,10 @@ class Crew:
         self._oom: OomWatch | None = None
         self._marks: dict[int, Mark] = {}  # by worker id
         self._hangs = HangWatch(config.hang_limits) if config.hang_limits else None
-        self._ending: set[int] = set()  # worker ids whose stacks are being saved
+        self._looking = False  # stacks are being saved by another thread
+        self._found: deque[Mapping[WorkerProcess, str]] = deque()  # what it has looked into
+        # set by whoever can have all ranks leave their step: (one of them, why) -> whether they are
+        self.ask_to_leave: Callable[[WorkerProcess, str], bool] | None = None
         # what other threads found to hang: worker, why; the loop ends them
         self._condemned: deque[tuple[WorkerProcess, str]] = deque()
         self._said_unlike = False
@@ -421,9 +424,13 @@ class Crew:
                     self.supervisor.prepare(self.config.nproc)
                 except SupervisorError:
                     return  # the keeper is lost: the next wait tells
-        if self._hangs is not None:
-            for local_rank, why in self._hangs.look(self.workers.values(), now).items():
-                self._end_hung(self.workers[local_rank], why)
+        # Who is looked into by another process stands still meanwhile, so one hang at a time.
+        if self._hangs is not None and not self._looking:
+            hung = self._hangs.look(self.workers.values(), now)
+            if hung:
+                self._look_into({self.workers[rank]: why for rank, why in hung.items()})
+        while self._found:
+            self._end_hung(self._found.popleft(), now)
         while self._condemned:
             self._kill(*self._condemned.popleft())
 
@@ -436,25 +443,44 @@ class Crew:
             self.hung[worker.id] = why
             worker.signal(signal.SIGKILL)
 
-    def _end_hung(self, worker: WorkerProcess, why: str) -> None:
-        """Save the stacks of all, then kill this one: the rest is a death like any other."""
-        if worker.id in self._ending:
-            return
-        self._ending.add(worker.id)
+    def _look_into(self, hung: Mapping[WorkerProcess, str]) -> None:
+        """Save the stacks of all; then the loop goes on with `_end_hung`."""
+        self._looking = True
 
-        def end() -> None:
-            saved = self.save_stacks()
-            self.events.record(
-                "worker_hung",
-                local_rank=worker.local_rank,
-                pid=worker.pid,
-                why=why,
-                stacks=[str(p) for p in saved],
-            )
-            self.condemn(worker, f"hung: {why}")
+        def look() -> None:
+            saved = [str(path) for path in self.save_stacks()]
+            for worker, why in hung.items():
+                self.events.record(
+                    "worker_hung",
+                    local_rank=worker.local_rank,
+                    pid=worker.pid,
+                    why=why,
+                    stacks=saved,
+                )
+            self._found.append(hung)
+            self.supervisor.wake()
 
         # looking into every process takes a while: the loop goes on meanwhile
-        threading.Thread(target=end, name="phalanx-stacks", daemon=True).start()
+        threading.Thread(target=look, name="phalanx-stacks", daemon=True).start()
+
+    def _end_hung(self, hung: Mapping[WorkerProcess, str], now: float) -> None:
+        """Kill what hangs: the rest is a death like any other. Those that are all in the same
+        step cannot be told apart: if they can, they leave it, and who does not is killed."""
+        assert self._hangs is not None
+        self._looking = False
+        still = {w: why for w, why in hung.items() if self._hangs.still_silent(w)}
+        self._hangs.forgive(now)
+        if len(still) > 1 and self.ask_to_leave is not None:
+            worker, why = next(iter(still.items()))
+            if self.ask_to_leave(worker, f"all ranks of its step: {why}"):
+                return
+        for worker, why in still.items():
+            self._kill(worker, f"hung: {why}")
+
+    def forgive(self) -> None:
+        """Let everybody's silence count from now: they are called to another generation."""
+        if self._hangs is not None:
+            self._hangs.forgive(time.monotonic())
 
     def condemn(self, worker: WorkerProcess, why: str) -> None:
         """Have the loop end a worker that hangs. From any thread: only the loop's own may

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.recovery import deadlines
@@ -67,6 +68,7 @@ class HangWatch:
 
     def look(self, workers: Iterable[WorkerProcess], now: float) -> dict[int, str]:
         """Local ranks that hang, with what is wrong. ``now``: monotonic seconds."""
+        workers = list(workers)
         living: dict[int, deadlines.Learner] = {}
         for worker in workers:
             rank = worker.local_rank
@@ -83,4 +85,29 @@ class HangWatch:
             self._learners[rank], self._seen[rank] = learner, seen
             living[rank] = learner
         blamed = deadlines.first_to_hang(living, now)
-        return {rank: living[rank].verdict(now) for rank in blamed if living[rank].verdict(now)}
+        verdicts = {rank: living[rank].verdict(now) for rank in blamed}
+        if len(verdicts) > 1:
+            # Inside a step who waits for others and who hangs look the same, unless it is stopped.
+            stopped = [w.local_rank for w in workers if w.local_rank in verdicts and _stopped(w)]
+            if stopped:
+                return {rank: f"stopped, and {verdicts[rank]}" for rank in stopped}
+        return verdicts
+
+    def forgive(self, now: float) -> None:
+        """Let the silence of all count from ``now``: they are called to another generation."""
+        for rank, learner in self._learners.items():
+            self._learners[rank] = learner.forgiven(now)
+
+    def still_silent(self, worker: WorkerProcess) -> bool:
+        """Whether it lives and has said nothing since ``look`` named it."""
+        seen = self._seen.get(worker.local_rank)
+        return worker.alive and seen == (worker.id, worker.page.read().beats)
+
+
+def _stopped(worker: WorkerProcess) -> bool:
+    """Whether a signal (or a debugger) has stopped its process."""
+    try:
+        text = Path(f"/proc/{worker.pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])

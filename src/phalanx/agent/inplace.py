@@ -85,6 +85,7 @@ class Hands:
 
     def leave(self, ranks: Iterable[int], generation: int) -> None:
         """Have them leave whatever step of ``generation`` they are in."""
+        self.crew.forgive()
         for local_rank in self.local(ranks).values():
             self.crew.tell(local_rank, "leave", generation=generation)
 
@@ -149,6 +150,16 @@ class InPlace:
         self._only: str | None = None  # the strategy that has been ordered
         # None until a worker says hello: a plain program needs no machine
         self._machine: ep.State | None = None
+        crew.ask_to_leave = self._ask_to_leave
+
+    def _ask_to_leave(self, worker: WorkerProcess, why: str) -> bool:
+        """Ranks are silent in the same step: one hangs, and the others wait for it."""
+        if self._machine is None or not episodes().able(self._machine):
+            return False
+        rank = self.crew.ranks[worker.local_rank]
+        peer = episodes().Fault(rank, self._machine.generation, "peer", why, None)
+        self._advance(peer, f"rank {rank} is silent like {why}")
+        return True
 
     @property
     def episode(self) -> ep.Episode | None:

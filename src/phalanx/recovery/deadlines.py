@@ -75,6 +75,10 @@ class Learner:
         """For the next process of this rank."""
         return Learner(self.limits, self.durations)
 
+    def forgiven(self, now: float) -> Learner:
+        """Its silence counts from ``now``: it has waited for one that is being replaced."""
+        return self if self.since is None else replace(self, since=max(self.since, now))
+
     def limit(self) -> float | None:
         """Seconds of silence that are allowed now; None: for ever."""
         given = self.limits.given.get(self.phase)
@@ -106,8 +110,9 @@ def first_to_hang(learners: Mapping[int, Learner], now: float) -> tuple[int, ...
     When one rank hangs the others wait in a collective and are silent too. To blame are those
     that are furthest behind: the lowest step, and among them those in another phase than `STEP`,
     since who is outside a step waits for nobody. As long as they keep to their own limits (one
-    rank writes a checkpoint, the others wait for it) nobody is to blame. Ranks that have never
-    spoken do not count.
+    rank writes a checkpoint, the others wait for it) nobody is to blame. Those that are all
+    inside the same step cannot be told apart here: they are named when the last of them is over
+    its limit. Ranks that have never spoken do not count.
     """
     armed = {rank: one for rank, one in learners.items() if one.since is not None}
     if not armed:
@@ -115,8 +120,10 @@ def first_to_hang(learners: Mapping[int, Learner], now: float) -> tuple[int, ...
     lowest = min(_place(one) for one in armed.values())
     behind = {rank for rank, one in armed.items() if _place(one) == lowest}
     outside = {rank for rank in behind if armed[rank].phase != STEP}
-    suspects = outside or behind
-    return tuple(sorted(rank for rank in suspects if armed[rank].verdict(now)))
+    hanging = {rank for rank in outside or behind if armed[rank].verdict(now)}
+    if not outside and hanging != behind:
+        return ()
+    return tuple(sorted(hanging))
 
 
 def _place(one: Learner) -> int:

@@ -226,7 +226,7 @@ def next_deadline(state: State) -> float | None:
     return min(due) if due else None
 
 
-def _able(state: State) -> bool:
+def able(state: State) -> bool:
     """Whether every living worker can leave its step and join again."""
     building = state.episode.replaced if state.episode else frozenset()
     return not any(m.finished for m in state.members) and all(
@@ -248,7 +248,7 @@ def _round(
         bounds.policy,
         state.history,
         ladder.Situation(
-            faults=faults, living=sum(m.alive for m in state.members), able=_able(state)
+            faults=faults, living=sum(m.alive for m in state.members), able=able(state)
         ),
     )
     state = replace(state, history=ladder.after(state.history, decision, faults))

@@ -101,7 +101,6 @@ class Member:
         self._kept: dict[str, int] = {}
         self._checkpoints = checkpoints
         self._finished: int | None = None  # last finished step; None: no state yet
-        self._finished_here = 0  # steps that this process has finished
         self._main_ticks = -1  # what the main thread had used when it was last seen to move
         self._main_since = 0.0
         self._in_step = False  # the main thread is inside a step's block
@@ -533,7 +532,7 @@ class Member:
 
     def _extra(self) -> dict[str, Any]:
         """What is saved besides the state."""
-        done = self._finished_here >= 2 and self._wrappers.ddp and self._rebuild is None
+        done = self._wrappers.ddp and self._wrappers.settled and self._rebuild is None
         return {"layouts": self._wrappers.layouts(self._fabric) if done else []}
 
     def _layout_mark(self) -> int:

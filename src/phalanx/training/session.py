@@ -98,6 +98,7 @@ class Job(Member):
         self._after_written = False
         self._updates_per_step = 0
         self._in_loop = False
+        self._failed = False  # an exception of the program's own has left a step
         self._hooks: list[Any] = []
         self._schedules: dict[str, tuple[int, int]] = {}
 
@@ -267,7 +268,10 @@ class Job(Member):
                 if self._current is None:
                     raise RuntimeError("a step was not done: write `with step:` around its work")
         except GeneratorExit:
-            self._say_finished()  # the program has broken off its loop
+            # The program has broken off its loop. An exception does that too, but who ends by
+            # one has not finished: its rank can be replaced.
+            if not self._failed:
+                self._say_finished()
             raise
         else:
             self._say_finished()
@@ -393,6 +397,7 @@ class Job(Member):
             return False
         kind = classify(error)
         if kind not in RETRYABLE:
+            self._failed = True
             return False  # the program's own: `_close` tells the agent
         self._interrupted = True
         self._fault_at = link.heard_leave or time.monotonic()
@@ -412,14 +417,13 @@ class Job(Member):
 
     def _commit(self, step: Step) -> None:
         self._finished = int(step)
-        self._finished_here += 1
         step.done = True
+        self._wrappers.stepped()
         if self._link is None:
             self._after_step()
             return
         self._updates_per_step = self._updates
         self._learn_schedules()
-        self._wrappers.stepped()
         if self._recovery is not None and not self._interrupted:
             self._say_good_step()
         if self._page is not None:
