@@ -1,0 +1,253 @@
+"""Runs the pure machine of one job: what nodes say goes in, what they are told comes out.
+
+On one asyncio loop, never from another thread. Knows nothing of the network: a connection is a
+:class:`Chair`, with a function that tells its node something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from phalanx.rendezvous import model
+
+log = logging.getLogger("phalanx.coordinator")
+
+
+class Machine(Protocol):
+    """``phalanx.rendezvous.job``, or a stand-in for it."""
+
+    def advance(
+        self, state: Any, event: model.Event, now: float, options: model.Options, /
+    ) -> tuple[Any, Sequence[model.Effect]]: ...
+
+    def next_deadline(self, state: Any, /) -> float | None: ...
+
+
+class Chair:
+    """One connection of one node: ``tell`` says something to it, ``dismiss`` ends it with a
+    reason. Both are called on the hub's loop and return at once."""
+
+    __slots__ = ("dismiss", "node", "since", "tell")
+
+    def __init__(
+        self, node: str, tell: Callable[[Any], object], dismiss: Callable[[str], object]
+    ) -> None:
+        self.node = node
+        self.tell = tell
+        self.dismiss = dismiss
+        self.since = time.monotonic()
+
+
+class Hub:
+    """The machine, its clock, and who is connected.
+
+    ``record(kind, data)`` gets the machine's notes; ``commit(state, event, effects)`` runs before
+    any effect of an event (a journal); what it raises undoes the event, for that node and all
+    others (the event is dropped and the reason logged).
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        state: Any,
+        options: model.Options,
+        *,
+        term: int = 1,
+        record: Callable[[str, Mapping[str, object]], object] | None = None,
+        commit: Callable[[Any, model.Event, Sequence[model.Effect]], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.machine = machine
+        self.state = state
+        self.options = options
+        self.term = term
+        self.generation = 0
+        self.attempt = 0
+        self.verdict: model.Verdict | None = None
+        self.chairs: dict[str, Chair] = {}
+        self.nodes: dict[str, model.Node] = {}  # all that have joined, as they said
+        self.assigned: dict[str, model.Assignment] = {}
+        self.progress: dict[str, tuple[int, float]] = {}
+        self.parked: dict[str, str] = {}
+        self.gone: dict[str, str] = {}
+        self.counts: Counter[str] = Counter()
+        self.stopped = False
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self._record = record
+        self._commit = commit
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._due: float | None = None
+        self._notes: list[dict[str, Any]] = []
+        self._arm()
+
+    # --- connections ------------------------------------------------------------------------
+
+    def sit(self, chair: Chair) -> None:
+        """This node is connected; an older connection of it is dismissed and counts no more."""
+        old = self.chairs.get(chair.node)
+        self.chairs[chair.node] = chair
+        self.empty.clear()
+        if old is not None:
+            self.counts["replaced"] += 1
+            old.dismiss("the same agent has connected again")
+
+    def hears(self, chair: Chair, saying: model.Saying) -> None:
+        """The node of this connection says something; an old connection is not listened to."""
+        if self.chairs.get(chair.node) is not chair:
+            return
+        self.counts["said"] += 1
+        if type(saying) is model.Progress:
+            self.progress[chair.node] = (saying.step, self._clock())
+        elif type(saying) is model.Join:
+            self.nodes[chair.node] = saying.node
+            self.gone.pop(chair.node, None)
+        elif type(saying) is model.Leave:
+            self.gone[chair.node] = saying.reason or "left"
+        self.feed(model.Said(chair.node, saying))
+
+    def rises(self, chair: Chair, how: str) -> None:
+        """The connection has ended; ``how`` is a clause. Nothing happens for an old one."""
+        if self.chairs.get(chair.node) is not chair:
+            return
+        del self.chairs[chair.node]
+        if not self.chairs:
+            self.empty.set()
+        self.gone.setdefault(chair.node, how)
+        self.feed(model.Lost(chair.node, how))
+
+    # --- the machine ------------------------------------------------------------------------
+
+    def feed(self, event: model.Event) -> None:
+        """One event; its effects are carried out before this returns."""
+        if self.stopped:
+            return
+        now = self._clock()
+        try:
+            state, effects = self.machine.advance(self.state, event, now, self.options)
+            if self._commit is not None:
+                self._commit(state, event, effects)
+        except Exception:
+            # A total function does not raise; should it, the others must not pay for it.
+            self.counts["errors"] += 1
+            log.exception("dropped %s", type(event).__name__)
+            return
+        self.state = state
+        for effect in effects:
+            if isinstance(effect, model.To):
+                self._tell(effect)
+            else:
+                self._note(effect)
+        self._arm()
+
+    def _tell(self, effect: model.To) -> None:
+        what, node = effect.what, effect.node
+        if isinstance(what, model.Assign | model.Regroup):
+            self.assigned[node] = what.assignment
+            self.generation = max(self.generation, what.assignment.generation)
+            self.attempt = max(self.attempt, what.assignment.attempt)
+            self.parked.pop(node, None)
+        elif type(what) is model.Park:
+            self.parked[node] = what.reason
+        elif type(what) is model.Over:
+            self.verdict = what.verdict
+        chair = self.chairs.get(node)
+        if chair is not None:  # else it hears it when it joins again
+            self.counts["told"] += 1
+            chair.tell(what)
+
+    def _note(self, note: model.Note) -> None:
+        self._notes.append({"kind": note.kind, **note.data})
+        del self._notes[:-50]
+        if self._record is not None:
+            self._record(note.kind, note.data)
+
+    def _arm(self) -> None:
+        due = None if self.stopped else self.machine.next_deadline(self.state)
+        if due == self._due and self._timer is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._due = due
+        if due is not None:
+            # Never at once: a deadline that a tick does not move must not spin.
+            delay = max(due - self._clock(), 0.001)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer, self._due = None, None
+        self.feed(model.Tick())
+
+    def stop(self, reason: str) -> None:
+        """No more events; all connections are dismissed."""
+        self.stopped = True
+        self._arm()
+        for chair in list(self.chairs.values()):
+            chair.dismiss(reason)
+        self.chairs.clear()
+        self.empty.set()
+
+    # --- for a person -----------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What ``phalanx status`` shows; JSON. Seconds are since the event."""
+        now = self._clock()
+        nodes = []
+        for name, node in self.nodes.items():
+            seat = self.assigned.get(name)
+            current = (
+                seat is not None and seat.generation == self.generation and name in self.chairs
+            )
+            step = self.progress.get(name)
+            nodes.append(
+                {
+                    "id": name,
+                    "host": node.host,
+                    "address": node.address,
+                    "endpoint": node.endpoint,
+                    "connected": name in self.chairs,
+                    "spare": node.spare,
+                    "ranks": list(seat.seat.ranks) if current and seat else [],
+                    "group": seat.group if current and seat else None,
+                    "step": step[0] if step else None,
+                    "progress_age": round(now - step[1], 3) if step else None,
+                    "waiting": self.parked.get(name, ""),
+                    "gone": "" if name in self.chairs else self.gone.get(name, ""),
+                }
+            )
+        nodes.sort(key=lambda n: (n["group"] is None, n["group"] or 0, str(n["id"])))
+        one = max(self.assigned.values(), key=lambda a: a.generation, default=None)
+        steps = [s for s, _ in self.progress.values()]
+        ages = [now - at for _, at in self.progress.values()]
+        return {
+            "term": self.term,
+            "generation": self.generation,
+            "attempt": self.attempt,
+            "restarts_left": one.restarts_left if one else None,
+            "world": one.world if one else 0,
+            "store": one.store if one else "",
+            "least": self.options.least,
+            "most": self.options.most,
+            "step": max(steps, default=None),
+            "progress_age": round(min(ages), 3) if ages else None,
+            "verdict": (
+                None
+                if self.verdict is None
+                else {
+                    "success": self.verdict.success,
+                    "status": self.verdict.status,
+                    "reason": self.verdict.reason,
+                    "culprit": self.verdict.culprit,
+                }
+            ),
+            "nodes": nodes,
+            "counts": dict(self.counts),
+            "notes": self._notes[-10:],
+        }

@@ -1,0 +1,113 @@
+"""Addresses: who owns an endpoint, by which of our addresses a peer is reached, and why not."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from phalanx.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+DEFAULT_PORT = 29400
+"""torchrun's, of its c10d backend."""
+
+
+class Unreachable(Exception):
+    """Nothing can be had from an endpoint now; the text is a clause: refused, cannot be
+    resolved, no answer, or the system's words."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A numeric address where something accepted a connection, and ours as that peer sees it."""
+
+    address: str
+    port: int
+    ours: str
+
+
+def split(endpoint: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[v6]:port". Raises ValueError."""
+    return parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+
+
+def join(host: str, port: int) -> str:
+    """ "host:port"; an IPv6 address gets its brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def reach(endpoint: str, timeout: float, local: str = "") -> Reached:
+    """Connects once and hangs up. ``local``: the address of ours to connect from.
+
+    Raises Unreachable.
+    """
+    host, port = split(endpoint)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await asyncio.wait_for(
+            loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), timeout
+        )
+    except (TimeoutError, asyncio.TimeoutError):
+        raise Unreachable("cannot be resolved in time") from None
+    except (OSError, UnicodeError):
+        raise Unreachable("cannot be resolved") from None
+    reason = "no answer"
+    # IPv4 first: a name such as localhost has both, and a listener often only that.
+    for family, _, _, _, address in sorted(found, key=lambda e: e[0] != socket.AF_INET)[:4]:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                if local:
+                    probe.bind((local, 0))
+                await asyncio.wait_for(loop.sock_connect(probe, address), timeout)
+                return Reached(str(address[0]), port, str(probe.getsockname()[0]).split("%")[0])
+            except (TimeoutError, asyncio.TimeoutError):
+                reason = "no answer"
+            except ConnectionRefusedError:
+                reason = "refused"
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+    raise Unreachable(reason)
+
+
+def own_address(host: str) -> str | None:
+    """The numeric address of this machine that ``host`` stands for; None: it is not ours, or
+    cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, _, _, address in sorted(found, key=lambda e: e[0] != socket.AF_INET):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind((address[0], 0, *address[2:]))
+                return str(address[0]).split("%")[0]
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    continue
+    return None
+
+
+def free(host: str, port: int) -> bool:
+    """Whether one could listen there just now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a listener there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

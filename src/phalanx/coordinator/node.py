@@ -1,0 +1,375 @@
+"""The coordinator as one agent has it: its own, or a link to another's, and whichever comes next.
+
+The agent starts it (:meth:`CoordinatorNode.attend`), watches ``fd``, and takes what it is told.
+All work is on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.coordinator import link, net, words
+from phalanx.coordinator.hub import Hub, Machine
+from phalanx.coordinator.loop import Inbox, LoopThread, acquire, release
+from phalanx.coordinator.security import OPEN, Security
+from phalanx.coordinator.server import CoordinatorError, Job, Server
+from phalanx.rendezvous import model
+
+log = logging.getLogger("phalanx.coordinator")
+
+_KEPT = 1000  # sayings while there is no coordinator
+_SAY_FIRST = 2.0  # seconds of silent waiting, before the first line about it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How this agent meets the others. Times in seconds.
+
+    ``node``: what it says of itself; an empty ``address`` becomes the one by which the
+    coordinator is reached, ``endpoint`` where this agent listens. ``endpoint``: where the first
+    coordinator is. ``is_host``: it is here; None: if that is an address of this machine and the
+    port is free. ``local``: the address of ours to use (``--local-addr``). ``ports``: where our
+    own listener may be. ``silence``: no sign of life for so long is a loss. ``reach``: how long a
+    lost coordinator is looked for before another is elected. ``separate``: the coordinator
+    is a process of its own (``phalanx coordinator``), and no agent ever takes its place.
+    """
+
+    run_id: str
+    node: model.Node
+    endpoint: str
+    options: model.Options
+    epoch: int = 0
+    is_host: bool | None = None
+    local: str = ""
+    ports: tuple[int, int] | None = None
+    security: Security = OPEN
+    silence: float = 5.0
+    reach: float = 3.0
+    on_split: str = "wait"
+    separate: bool = False
+    linger: float = 30.0
+
+
+class CoordinatorNode:
+    """See the module. ``line(text)`` says something to a person, ``record(kind, data)`` is for
+    the events; both are called on the thread of the loop."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        machine: Machine,
+        fresh: Callable[[int], Any],
+        line: Callable[[str], object] = log.info,
+        record: Callable[[str, Mapping[str, object]], object] | None = None,
+    ) -> None:
+        """``fresh(term)`` is the state of a coordinator that knows of nobody yet."""
+        self.plan = plan
+        self.node = plan.node
+        self._machine = machine
+        self._fresh = fresh
+        self._line = line
+        self._record = record
+        self._inbox = Inbox()
+        self._thread: LoopThread | None = None
+        self._server = Server(
+            Job(plan.run_id, plan.epoch, plan.silence), plan.node.id, plan.security
+        )
+        self._server.accept = self._accept
+        self._server.on_higher = self._higher
+        self._target = plan.endpoint  # where the coordinator is, or was last
+        self._term = 0
+        self._connection: link.Connection | None = None
+        self._joined = False
+        self._unsaid: deque[model.Saying] = deque(maxlen=_KEPT)
+        self._alone: float | None = time.monotonic()
+        self._closing = False
+        self._live_task: Any = None
+
+    # --- for the agent, from its thread -------------------------------------------------------
+
+    @property
+    def fd(self) -> int:
+        """Readable when :meth:`take` has something."""
+        return self._inbox.fd
+
+    def attend(self) -> None:
+        """Begin: find the coordinator, or be it. ``Reached`` comes when there is one.
+
+        What makes it impossible comes as ``Refuse``.
+        """
+        self._thread = acquire()
+        self._live_task = self._thread.submit(self._live())
+
+    def say(self, saying: model.Saying) -> None:
+        """Tell the coordinator; never waits. What is said without one is said later, after the
+        Join that answers ``Reached``."""
+        if self._thread is not None:
+            self._thread.soon(self._say, saying)
+
+    def take(self) -> list[model.Telling | words.Reached | words.Alone]:
+        """What came since, in order."""
+        return self._inbox.take()
+
+    def alone_since(self) -> float | None:
+        """Since when (monotonic seconds) there is no coordinator; None: there is one."""
+        return self._alone
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether it is here now."""
+        return self._server.hub is not None
+
+    def facts(self) -> Mapping[str, Any]:
+        """For ``/status``. From any thread."""
+        alone = self._alone
+        return {
+            "coordinator": self._target if not self.is_coordinator else self._server.address,
+            "here": self.is_coordinator,
+            "term": self._term,
+            "listens": self._server.address,
+            "alone_seconds": None if alone is None else round(time.monotonic() - alone, 3),
+            "refused": dict(self._server.refused),
+        }
+
+    def close(self, goodbye: str = "", hurry: Callable[[], bool] = lambda: False) -> None:
+        """Say Leave and go. A coordinator whose job is over first waits until all other agents
+        have gone (``Plan.linger`` at most, or until ``hurry()``)."""
+        thread = self._thread
+        if thread is not None:
+            leaving = thread.submit(self._leave(goodbye))
+            until = time.monotonic() + self.plan.linger + 5.0
+            while not leaving.done() and time.monotonic() < until and not hurry():
+                with contextlib.suppress(FutureTimeout, TimeoutError, Exception):
+                    leaving.result(0.1)
+            with contextlib.suppress(FutureTimeout, TimeoutError, Exception):
+                thread.call(self._server.stop(0.2), 2.0)
+            self._thread = None
+            release()
+        self._inbox.close()
+
+    # --- on the loop --------------------------------------------------------------------------
+
+    def _say(self, saying: model.Saying) -> None:
+        connection = self._connection
+        if type(saying) is model.Join:
+            if connection is None:
+                return  # it is asked for again
+            self._joined = True
+            connection.say(saying)
+            while self._unsaid:
+                connection.say(self._unsaid.popleft())
+        elif connection is not None and self._joined:
+            connection.say(saying)
+        elif type(saying) is not model.Progress:
+            self._unsaid.append(saying)
+
+    async def _live(self) -> None:
+        try:
+            await self._settle()
+            while not self._closing:
+                await self._attend_once(await self._find())
+        except (CoordinatorError, link.Refused) as error:
+            self._inbox.put(model.Refuse(str(error)))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.exception("the link to the coordinator failed")
+            self._inbox.put(model.Refuse(f"a defect of phalanx: {error!r}"))
+
+    async def _attend_once(self, connection: link.Connection) -> None:
+        """One stream, from its Welcome to its end."""
+        self._term = max(self._term, connection.term)
+        self._server.term = max(self._server.term, self._term)
+        self._connection, self._joined = connection, False
+        self._alone = None
+        self._inbox.put(words.Reached(self.node, connection.term, self._target))
+        how = ""
+        try:
+            async for telling in connection.tellings():
+                if type(telling) is words.Moved:
+                    if telling.endpoint:
+                        self._target = telling.endpoint
+                    break
+                self._inbox.put(telling)
+        except link.LinkEnded as error:
+            how = str(error)
+        finally:
+            self._connection = None
+            self._alone = time.monotonic()
+            with contextlib.suppress(Exception):
+                await connection.close()
+        if not self._closing:
+            self._inbox.put(words.Alone(how or "it has moved"))
+
+    # --- finding it ---------------------------------------------------------------------------
+
+    async def _settle(self) -> None:
+        """Be the first coordinator if its endpoint is ours. Raises CoordinatorError."""
+        plan = self.plan
+        host, port = net.split(plan.endpoint)
+        loop = asyncio.get_running_loop()
+        if plan.local:
+            own = await loop.run_in_executor(None, net.own_address, plan.local)
+            if own is None:
+                raise CoordinatorError(
+                    f"--local-addr {plan.local} is no address of this machine, or cannot be "
+                    "resolved: give one that `ip address` shows"
+                )
+            self.node = dataclasses.replace(self.node, address=own)
+        if plan.is_host is False or plan.separate:
+            return
+        own = await loop.run_in_executor(None, net.own_address, host)
+        if own is None:
+            if plan.is_host:
+                raise CoordinatorError(
+                    f"this node is to be the coordinator, but {host} is no address of it, or "
+                    "cannot be resolved: correct --rdzv-endpoint"
+                )
+            return
+        try:
+            where = await self._server.start(own, [port])
+        except CoordinatorError:
+            if plan.is_host:
+                raise
+            return  # another agent of this machine is it
+        self._open_hub(self._fresh(1), 1)
+        self._named(own, where)
+        self._warn(own)
+
+    def _warn(self, host: str) -> None:
+        if not self.plan.security.token and not net.is_loopback(host):
+            self._line(
+                f"anybody who reaches {self._server.address} can disturb this job: give all its "
+                "agents the same --token-file (or PHALANX_TOKEN)"
+            )
+
+    def _open_hub(self, state: Any, term: int) -> None:
+        """Be the coordinator, in this term."""
+        self._term = self._server.term = term
+        self._server.hub = Hub(
+            self._machine, state, self.plan.options, term=term, record=self._record
+        )
+        self._target = self._server.address
+
+    def _higher(self, term: int) -> None:
+        """Somebody has been elected after us: step down."""
+        self._term = max(self._term, term)
+        hub = self._server.hub
+        if hub is not None and term > hub.term:
+            self._line(f"another agent coordinates the job now (term {term})")
+            self._server.hub = None
+            hub.stop(f"the coordinator of term {hub.term} has stepped down")
+
+    def _named(self, address: str, endpoint: str) -> None:
+        self.node = dataclasses.replace(
+            self.node, address=self.node.address or address, endpoint=endpoint
+        )
+
+    def _accept(self, hello: words.Hello) -> str:
+        theirs, ours = hello.options, self.plan.options
+        if theirs is not None and (theirs.least, theirs.most) != (ours.least, ours.most):
+            return (
+                f"this agent was started with --nnodes {theirs.least}:{theirs.most}, the job with "
+                f"{ours.least}:{ours.most}: all agents of a job must agree"
+            )
+        return ""
+
+    def _hello(self) -> words.Hello:
+        plan = self.plan
+        return words.Hello(plan.run_id, plan.node.id, plan.epoch, options=plan.options)
+
+    async def _find(self) -> link.Connection:
+        """A stream to the coordinator. Raises CoordinatorError when there is none in time, and
+        Refused."""
+        plan = self.plan
+        waiting = _Waiting(self._line, plan.options.join)
+        pause = 0.05
+        while True:
+            hub = self._server.hub
+            if hub is not None:
+                return link.Seat(hub, self.node.id, self.node.address)
+            try:
+                found = await link.attend(
+                    self._target,
+                    self._hello(),
+                    term=self._term,
+                    security=plan.security,
+                    silence=plan.silence,
+                    timeout=min(5.0, max(plan.silence, 1.0)),
+                    local=self.node.address if plan.local else "",
+                )
+                if isinstance(found, words.Moved):
+                    reason = "not the coordinator"
+                    if found.endpoint and found.endpoint != self._target:
+                        self._target, pause = found.endpoint, 0.05
+                        continue
+                else:
+                    if not self._server.address and not plan.separate:
+                        await self._listen(found.ours)
+                    self._named(found.ours, self._server.address)
+                    return found
+            except net.Unreachable as error:
+                reason = str(error)
+            waiting.say(self._target, reason)
+            if waiting.over():
+                raise CoordinatorError(
+                    f"there was no coordinator at {self._target} within {plan.options.join:.0f} s "
+                    f"({reason}): is the agent that owns --rdzv-endpoint running, and is the "
+                    "address right?"
+                )
+            await asyncio.sleep(pause * random.uniform(0.7, 1.3))  # a back-off
+            pause = min(pause * 1.6, 1.0)
+
+    async def _listen(self, address: str) -> None:
+        """Our own listener, for the day when this agent takes over."""
+        ports = range(self.plan.ports[0], self.plan.ports[1] + 1) if self.plan.ports else (0,)
+        await self._server.start(address, ports)
+        self._server.moved = self._target
+
+    # --- leaving --------------------------------------------------------------------------------
+
+    async def _leave(self, goodbye: str) -> None:
+        self._closing = True
+        hub = self._server.hub
+        connection = self._connection
+        if connection is not None:
+            if self._joined:
+                connection.say(model.Leave(goodbye))
+            await connection.close()
+        if self._live_task is not None:
+            self._live_task.cancel()
+        if hub is not None and hub.verdict is not None:
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(hub.empty.wait(), self.plan.linger)
+
+
+class _Waiting:
+    """The lines of somebody who waits for an endpoint: not many."""
+
+    def __init__(self, line: Callable[[str], object], limit: float) -> None:
+        self._line = line
+        self._limit = limit
+        self._began = time.monotonic()
+        self._next = _SAY_FIRST
+        self._said = ""
+
+    def say(self, endpoint: str, reason: str) -> None:
+        waited = time.monotonic() - self._began
+        if waited >= self._next or (self._said and reason != self._said):
+            self._line(f"waiting for {endpoint} ({reason}), {waited:.0f} s of {self._limit:.0f} s")
+            self._said = reason
+            self._next = max(waited * 1.5, waited + 5.0)
+
+    def over(self) -> bool:
+        return time.monotonic() - self._began >= self._limit

@@ -1,0 +1,95 @@
+"""Who is let in: a token that all agents of a job share, and certificates on both sides."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_MAX = 1 << 20
+
+
+class SecurityError(ValueError):
+    """A token or certificate cannot be used; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Security:
+    """What an agent or coordinator shows, and asks of others.
+
+    ``token``: "" asks for none. ``certificate``, ``key``, ``ca``: PEM texts, all three or none;
+    with them each side must show a certificate that ``ca`` signed. ``name``: the name that the
+    others' certificates bear; "": the host that was dialled.
+    """
+
+    token: str = field(default="", repr=False)
+    certificate: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    ca: bytes = b""
+    name: str = ""
+
+    @property
+    def tls(self) -> bool:
+        return bool(self.certificate)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every call."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def admits(self, metadata: Iterable[tuple[str, Any]]) -> bool:
+        """Whether a call with this metadata shows the token."""
+        if not self.token:
+            return True
+        wanted = f"Bearer {self.token}".encode()
+        return any(
+            key == "authorization"
+            and hmac.compare_digest(value if isinstance(value, bytes) else value.encode(), wanted)
+            for key, value in metadata
+        )
+
+
+OPEN = Security()
+
+
+def load(
+    *,
+    token_file: str | None = None,
+    certificate: str | None = None,
+    key: str | None = None,
+    ca: str | None = None,
+    name: str = "",
+) -> Security:
+    """From ``--token-file`` (else ``PHALANX_TOKEN``), ``--tls-cert``, ``--tls-key``, ``--tls-ca``.
+
+    Raises SecurityError.
+    """
+    token = os.environ.get("PHALANX_TOKEN", "")
+    if token_file:
+        token = _read(token_file, "token").decode("utf-8", "replace").strip()
+        if not token:
+            raise SecurityError(f"the token file {token_file} is empty: write a secret into it")
+    if token and not (token.isascii() and token.isprintable()):
+        raise SecurityError("the token may hold printable ASCII characters only")
+    given = [bool(certificate), bool(key), bool(ca)]
+    if any(given) and not all(given):
+        raise SecurityError("--tls-cert, --tls-key and --tls-ca go together: give all three")
+    if not (certificate and key and ca):
+        return Security(token)
+    return Security(
+        token,
+        _read(certificate, "certificate"),
+        _read(key, "key"),
+        _read(ca, "certificate"),
+        name,
+    )
+
+
+def _read(path: str, what: str) -> bytes:
+    try:
+        with Path(path).open("rb") as stream:
+            return stream.read(_MAX)
+    except OSError as error:
+        raise SecurityError(f"cannot read the {what} {path}: {error.strerror}") from None

@@ -1,0 +1,336 @@
+"""What every agent of a job answers on its endpoint: as its coordinator, or that it is not.
+
+Bytes that do not fit cost their sender the call and are counted (``refused``), by what was
+wrong: unauthenticated, garbage, oversized, replayed, term, stranger (another job, another
+version, a node that is somebody else).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from phalanx.coordinator import net, wire, words
+from phalanx.coordinator.hub import Chair, Hub
+from phalanx.coordinator.security import OPEN, Security
+from phalanx.proto import coordinator_pb2 as pb
+from phalanx.rendezvous import model
+
+log = logging.getLogger("phalanx.coordinator")
+
+HELLO_TIMEOUT = 10.0
+_BACKLOG = 1000  # messages that one agent may be behind
+METHODS = pb.SERVICES["phalanx.coordinator.Coordinator"]
+
+
+class CoordinatorError(RuntimeError):
+    """The job cannot be coordinated; the text says why and what to do."""
+
+
+def keepalive(silence: float) -> list[tuple[str, Any]]:
+    """Channel arguments, both ends: a ping each third of ``silence``, and the answer by its end."""
+    ping = max(int(silence * 1000 / 3), 100)
+    return [
+        ("grpc.keepalive_time_ms", ping),
+        ("grpc.keepalive_timeout_ms", max(int(silence * 1000) - ping, 100)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 50),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 50),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.max_receive_message_length", 2 * wire.MAX_BODY),
+        ("grpc.max_send_message_length", 2 * wire.MAX_BODY),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+    ]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Which job is served. ``silence`` in seconds: after which an agent counts as lost."""
+
+    run_id: str
+    epoch: int = 0
+    silence: float = 5.0
+
+
+class Server:
+    """One listener. ``hub`` is set while this agent is the coordinator; ``moved`` is where the
+    coordinator is otherwise. ``ask(value)`` answers other agents' questions (``asked`` names the
+    kinds that there are)."""
+
+    def __init__(self, job: Job, me: str, security: Security = OPEN) -> None:
+        self.job = job
+        self.me = me
+        self.security = security
+        self.hub: Hub | None = None
+        self.moved = ""
+        self.term = 0  # the highest seen
+        self.ask: Callable[[Any], Awaitable[Any]] | None = None
+        self.asked: dict[str, type] = {}
+        self.on_higher: Callable[[int], object] | None = None
+        self.accept: Callable[[words.Hello], str] | None = None
+        self.refused: Counter[str] = Counter()
+        self.bytes_in = self.bytes_out = 0
+        self.address = ""
+        self._server: Any = None
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def start(self, host: str, ports: Iterable[int] = (0,)) -> str:
+        """Listens on a numeric address and the first of the ports that is free.
+
+        Returns "host:port". Raises CoordinatorError.
+        """
+        tried = []
+        for port in ports:
+            server = grpc.aio.server(
+                options=[*keepalive(self.job.silence), ("grpc.so_reuseport", 0)]
+            )
+            server.add_generic_rpc_handlers((self._handlers(),))
+            where = net.join(host, port)
+            bound = 0
+            # gRPC writes lines of its own about a port that is taken, and then says so by
+            # raising, or by the port 0, depending on its version.
+            if net.free(host, port):
+                with contextlib.suppress(RuntimeError):
+                    bound = (
+                        server.add_secure_port(where, self._credentials())
+                        if self.security.tls
+                        else server.add_insecure_port(where)
+                    )
+            if bound:
+                await server.start()
+                self._server = server
+                self.address = net.join(host, bound)
+                return self.address
+            tried.append(port)
+        shown = str(tried[0]) if len(tried) == 1 else f"{min(tried)}-{max(tried)}"
+        raise CoordinatorError(
+            f"cannot listen on {host}, port {shown}: in use, or not an address of this machine"
+        )
+
+    async def stop(self, grace: float = 0.5) -> None:
+        """Ends all streams and closes the listener."""
+        if self.hub is not None:
+            self.hub.stop("the coordinator leaves")
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace)
+
+    def _credentials(self) -> Any:
+        s = self.security
+        return grpc.ssl_server_credentials(
+            [(s.key, s.certificate)], root_certificates=s.ca, require_client_auth=True
+        )
+
+    def _handlers(self) -> Any:
+        # No serializers: bytes that do not fit are ours to count, not gRPC's to log.
+        return grpc.method_handlers_generic_handler(
+            "phalanx.coordinator.Coordinator",
+            {
+                "Attend": grpc.stream_stream_rpc_method_handler(self._attend),
+                "Ask": grpc.unary_unary_rpc_method_handler(self._ask),
+                "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            },
+        )
+
+    # --- who calls ----------------------------------------------------------------------------
+
+    def _count(self, what: str) -> None:
+        self.refused[what] += 1
+
+    async def _admit(self, context: Any) -> None:
+        if not self.security.admits(context.invocation_metadata() or ()):
+            self._count("unauthenticated")
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "this job asks for a token: give the same --token-file (or PHALANX_TOKEN) to all "
+                "its agents",
+            )
+
+    def _read(self, data: bytes, known: Any, limit: int = wire.MAX_BODY) -> tuple[Any, Any]:
+        """The envelope and its value. Raises WireError, having counted it."""
+        try:
+            envelope = wire.unseal(data)
+            return envelope, wire.decode(envelope.kind, envelope.body, known, limit)
+        except wire.WireError as error:
+            self._count("oversized" if "more than" in str(error) else "garbage")
+            raise
+
+    def _seal(self, value: object, seq: int = 0) -> bytes:
+        hub = self.hub
+        data = wire.seal(
+            value,
+            term=hub.term if hub else self.term,
+            generation=hub.generation if hub else 0,
+            seq=seq,
+        )
+        self.bytes_out += len(data)
+        return data
+
+    def _saw(self, term: int) -> None:
+        """Somebody speaks in a higher term: whoever serves a lower one is to step down."""
+        if term > self.term:
+            self.term = term
+            if self.on_higher is not None:
+                self.on_higher(term)
+
+    # --- the stream of an agent ---------------------------------------------------------------
+
+    async def _attend(self, _requests: Any, context: Any) -> None:
+        await self._admit(context)
+        try:
+            data = await asyncio.wait_for(context.read(), HELLO_TIMEOUT)
+        except (TimeoutError, asyncio.TimeoutError):
+            self._count("garbage")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a Hello comes first")
+            return
+        if data is grpc.aio.EOF:
+            return
+        try:
+            envelope, hello = self._read(data, wire.HELLO, wire.MAX_SAYING)
+        except wire.WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            return
+        self.bytes_in += len(data)
+        why = self._stranger(hello)
+        if why:
+            self._count("stranger")
+            await context.write(self._seal(model.Refuse(why)))
+            return
+        self._saw(envelope.term)
+        hub = self.hub
+        if hub is None or hub.stopped:
+            await context.write(self._seal(words.Moved(self.moved)))
+            return
+        await self._serve(hub, hello.node, context, envelope.seq)
+
+    def _stranger(self, hello: words.Hello) -> str:
+        if hello.version != words.VERSION:
+            return (
+                f"this agent speaks version {hello.version}, the job's coordinator version "
+                f"{words.VERSION}: install the same phalanx on all nodes"
+            )
+        if hello.run_id != self.job.run_id:
+            return (
+                f"the job here is {self.job.run_id!r}, not {hello.run_id!r}: give all agents of a "
+                "job the same --rdzv-id, and each job its own --rdzv-endpoint"
+            )
+        return self.accept(hello) if self.accept is not None else ""
+
+    async def _serve(self, hub: Hub, node: str, context: Any, seq: int) -> None:
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        sent = 0
+        misfit, ended = False, ""
+
+        def tell(value: Any) -> None:
+            nonlocal sent
+            sent += 1
+            if queue.qsize() > _BACKLOG:
+                dismiss("it does not read what it is told")
+                return
+            queue.put_nowait(self._seal(value, sent))
+
+        def dismiss(reason: str) -> None:
+            nonlocal ended
+            ended = ended or reason
+            queue.put_nowait(None)
+
+        async def write() -> None:
+            while (data := await queue.get()) is not None:
+                await context.write(data)
+            task.cancel()
+
+        task: Any = asyncio.current_task()
+        tell(words.Welcome(self.me, self.job.silence))
+        chair = Chair(node, tell, dismiss)
+        hub.sit(chair)
+        writer = asyncio.create_task(write())
+        how = "its connection closed"
+        try:
+            while True:
+                data = await context.read()
+                if data is grpc.aio.EOF:
+                    break
+                self.bytes_in += len(data)
+                envelope, saying = self._read(data, wire.SAYINGS, wire.MAX_SAYING)
+                if envelope.term != hub.term:
+                    self._count("term")
+                    self._saw(envelope.term)
+                    raise wire.WireError(f"said in term {envelope.term}, this is {hub.term}")
+                if envelope.seq <= seq:
+                    self._count("replayed")
+                    raise wire.WireError(f"message {envelope.seq} was there before")
+                seq = envelope.seq
+                if type(saying) is model.Join and saying.node.id != node:
+                    self._count("stranger")
+                    raise wire.WireError(f"this is the stream of {node}, not {saying.node.id}")
+                hub.hears(chair, saying)
+        except wire.WireError as error:
+            misfit, ended = True, ended or str(error)
+            how = f"it sent what does not fit ({error})"
+        except asyncio.CancelledError:
+            how = ended or how
+            if not ended:
+                raise
+        finally:
+            hub.rises(chair, how)
+            if not ended:
+                writer.cancel()
+        if ended:
+            # A write that is cancelled half way keeps gRPC from ever sending the status.
+            queue.put_nowait(None)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([writer], timeout=1.0)
+            writer.cancel()
+            code = grpc.StatusCode.INVALID_ARGUMENT if misfit else grpc.StatusCode.ABORTED
+            await context.abort(code, ended)
+
+    # --- questions ------------------------------------------------------------------------------
+
+    async def _ask(self, data: bytes, context: Any) -> bytes:
+        await self._admit(context)
+        try:
+            _, value = self._read(data, self.asked, wire.MAX_SAYING)
+        except wire.WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            return b""
+        self.bytes_in += len(data)
+        if self.ask is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+            return b""
+        answer = await self.ask(value)
+        return self._seal(answer)
+
+    async def _status(self, data: bytes, context: Any) -> bytes:
+        await self._admit(context)
+        try:
+            self._read(data, wire.STATUS, wire.MAX_SAYING)
+        except wire.WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return self._seal(words.StatusReply(json.dumps(self.status())))
+
+    def status(self) -> dict[str, Any]:
+        """JSON for ``phalanx status``: the hub's, or where to ask instead."""
+        out: dict[str, Any] = {
+            "run_id": self.job.run_id,
+            "epoch": self.job.epoch,
+            "endpoint": self.address,
+            "coordinator": self.me if self.hub else "",
+            "moved": "" if self.hub else self.moved,
+            "refused": dict(self.refused),
+            "bytes": {"in": self.bytes_in, "out": self.bytes_out},
+        }
+        if self.hub is not None:
+            out.update(self.hub.status())
+        return out

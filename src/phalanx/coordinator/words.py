@@ -1,0 +1,73 @@
+"""What travels besides the words of ``phalanx.rendezvous.model``: who calls, and who answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.rendezvous.model import Node, Options
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first word of an agent on its stream. ``term`` of the envelope: the highest it knows."""
+
+    run_id: str
+    node: str
+    epoch: int = 0
+    version: int = VERSION
+    options: Options | None = None
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """I am the coordinator, in the envelope's term. ``silence``: seconds without a sign of life
+    after which either end counts as lost."""
+
+    coordinator: str
+    silence: float
+
+
+@dataclass(frozen=True)
+class Moved:
+    """I am not the coordinator; ``endpoint`` ("host:port") is, as far as I know. "": nobody."""
+
+    endpoint: str = ""
+
+
+@dataclass(frozen=True)
+class StatusRequest:
+    """What is the state of the job? ``run_id`` "": of any."""
+
+    run_id: str = ""
+
+
+@dataclass(frozen=True)
+class StatusReply:
+    """``text`` is a JSON object (``hub.Hub.status``)."""
+
+    text: str
+
+
+# --- to the agent, not on the wire ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reached:
+    """There is a coordinator (again, or another): answer with Join before anything else.
+
+    ``node`` is this agent's, with ``address`` (by which the coordinator is reached from here) and
+    ``endpoint`` filled in. ``term`` is the coordinator's.
+    """
+
+    node: Node
+    term: int
+    coordinator: str = ""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The coordinator is lost; ``how`` is a clause. It is looked for, or another is elected."""
+
+    how: str
