@@ -275,6 +275,44 @@ def every_return_code_of_recover() -> str:
 
 
 @check
+def a_report_that_comes_again_gets_its_first_answer() -> str:
+    """Its answer was lost, with the controller killed in between; of both kinds of clients."""
+    told = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Controller("--strategies", "dump,recover", state=Path(folder)) as c,
+    ):
+        raw = Raw(grpc.insecure_channel(c.address))
+        for keyed in (True, False):
+            job = f"job-{keyed}"
+            who = pb.ClientInfo(jobId=job, role="x", clientId="a" * keyed, keyed=keyed)
+            for call in ("Init", "Register"):
+                assert raw(call, who).code == 0
+            stream = raw("SubscribeProcessManageSignal", who)
+            fault = pb.ProcessFaultRequest(
+                jobId=job, faultRanks=[pb.FaultRank(rankId="1", faultType="1")]
+            )
+            assert raw("ReportProcessFault", fault).code == 0
+            stop = next(s for s in stream if s.signalType == "stopTrain")
+            report = pb.StopCompleteRequest(jobId=job)
+            if keyed:
+                report.key.CopyFrom(
+                    pb.SignalKey(uuid=stop.uuid, signalType=stop.signalType, round=stop.round)
+                )
+            first = raw("ReportStopComplete", report)
+            c.restart()
+            raw = Raw(grpc.insecure_channel(c.address))
+            again = raw("ReportStopComplete", report)
+            assert (first.code, again.code) == (0, 0), (first, again)
+            assert again == first or not keyed, (first, again)
+            report.status.code = 404  # something else under the same key
+            assert raw("ReportStopComplete", report).code == (401 if keyed else 0)
+            assert state_of(raw, job).state == "agreeing"
+            told.append("keyed" if keyed else "unkeyed")
+    return f"{' and '.join(told)}, across kill -9"
+
+
+@check
 def the_last_reports_of_a_stopping_controller_get_599() -> str:
     import asyncio
 

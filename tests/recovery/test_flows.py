@@ -63,6 +63,13 @@ class Play:
         self.tell(m.Strategies(names=tuple(offer)))
         return self.sent[-1]
 
+    def episode_of(self, n: int) -> None:
+        """A whole episode of a client of ours, for the ``n``-th process of rank 3."""
+        self.fault(3, incarnation=n + 1)
+        self.tell(m.StopComplete(key=self.job.open.key))
+        self.tell(m.Strategies(names=OFFER, key=self.job.open.key))
+        self.tell(m.Status(code=0, strategy="recover", key=self.job.open.key))
+
     def status(self, code: int, strategy: str, isolate=()) -> m.Outcome:
         return self.tell(m.Status(code=code, strategy=strategy, isolate=tuple(isolate)))
 
@@ -577,6 +584,26 @@ def test_a_repeated_report_is_one():
     play.status(0, "recover")
     assert not play.tell(m.FaultSeen((Fault(1),), "id-1")).effects
     assert play.job.state is State.IDLE
+
+
+def test_a_keyed_report_that_comes_again_gets_its_first_answer():
+    play = Play(keyed=True)
+    play.fault(3)
+    stop = m.StopComplete(key=play.job.open.key)
+    first = play.tell(stop)
+    offer = m.Strategies(names=OFFER, key=play.job.open.key)
+    play.tell(offer)
+    done = m.Status(code=0, strategy="recover", key=play.job.open.key)
+    play.tell(done)
+    assert play.job.state is State.IDLE and first.code == 0
+    for again in (stop, offer, done):
+        out = play.tell(again)
+        assert (out.code, out.info, out.effects, out.changed) == (0, "", (), False)
+    # other words under the same key are not the same report
+    assert play.tell(replace(done, code=406)).code == 401
+    for n in range(20):  # and not all of them are remembered
+        play.episode_of(n)
+    assert len(play.job.answered) == 8 and play.tell(stop).code == 401
 
 
 def test_a_rank_that_fails_over_and_over_does_not_add_up():

@@ -253,6 +253,7 @@ class World:
         self.calm = False
         self.done: dict[m.Key, int] = {}
         self.writes: dict[m.Key, int] = {}
+        self.answers: dict[m.Report, int] = {}
 
     def at(self, delay, what):
         self.count += 1
@@ -328,7 +329,13 @@ class World:
         else:
             return
         for _ in range(1 if good else rnd.choice([0, 1, 2, 3])):
-            self.at(rnd.uniform(0, 5), lambda: self.tell(reply))
+            self.at(rnd.uniform(0, 5), lambda: self.report(reply))
+
+    def report(self, reply):
+        """A report that comes again gets the answer that its first copy got."""
+        code = self.tell(reply).code
+        if self.keyed:
+            assert self.answers.setdefault(reply, code) == code
 
     def mischief(self):
         rnd = self.random

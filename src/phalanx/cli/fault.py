@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.cli import remote
+from phalanx.recovery.devices import KNOWN_LEVELS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
     report.add_argument(
         "--level",
         default="SeparateNPU",
-        help="RestartRequest, RestartBusiness, "
-        "SubHealthFault, SeparateNPU, ... (default: %(default)s)",
+        help=f"{', '.join(KNOWN_LEVELS)} (default: %(default)s)",
     )
     report.add_argument("--code", default="")
     report.add_argument("--text", default="", help="for people")
@@ -71,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
         if args.verb != "list":
             print(answer.info)
             return 0
+        if not answer.faults:
+            print("phalanx fault: nothing is reported broken", file=sys.stderr)
         for fault in answer.faults:
             where = fault.nodeName or fault.nodeSN
             devices = f" devices {','.join(map(str, fault.devices))}" if fault.devices else ""

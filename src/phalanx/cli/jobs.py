@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
             ]
             print(json.dumps(rows, indent=1))
             return 0
+        if not answer.jobs:
+            print("phalanx jobs: no job is registered", file=sys.stderr)
         for job in answer.jobs:
             heard = "subscribed" if job.subscribed else "nobody listens"
             doing = f" {job.strategy}" if job.strategy else ""

@@ -289,7 +289,7 @@ class Hub:
     async def tell(self, entry: Entry, event: m.Event) -> m.Outcome:
         """The same, and waits until the journal has it. Raises Unavailable."""
         out = self.apply(entry, event)
-        if out.changed:
+        if out.changed or entry.job.job_id in self._dirty:  # a repetition may overtake the write
             await self.settled()
         return out
 

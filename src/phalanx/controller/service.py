@@ -275,8 +275,11 @@ class Services:
             return Status(code=Code.UNREGISTERED, info="the job is not registered")
         if self.hub.closing:
             return Status(code=Code.SERVER_ERROR, info="the controller is stopping; repeat")
-        before = entry.job.uuid
-        out = await self.hub.tell(entry, event())
+        told = event()
+        key = told.key if isinstance(told, m.Report) else None
+        # a report that comes again gets the very answer that was lost
+        before = key.uuid if key is not None else entry.job.uuid
+        out = await self.hub.tell(entry, told)
         return Status(
             code=out.code, info=out.info or f"jobId={entry.job.job_id}, uuid={before}, received"
         )
@@ -683,6 +686,12 @@ class Services:
             )
         if len(request.devices) > 1024 or any(d < 0 for d in request.devices):
             return control_pb2.Answer(code=Code.INVALID_PARAMETER, info="bad device numbers")
+        if request.level and request.level not in devices.KNOWN_LEVELS:
+            return control_pb2.Answer(
+                code=Code.INVALID_PARAMETER,
+                info=f"there is no level {request.level[:32]!r}; there are "
+                + ", ".join(devices.KNOWN_LEVELS),
+            )
         taken = self.hub.device_fault(
             devices.DeviceFault(
                 request.faultId[:128],

@@ -32,6 +32,9 @@ _HEALTH = {
     "SeparateNPU": "UnHealthy",
     "ManuallySeparateNPU": "UnHealthy",
 }
+KNOWN_LEVELS = tuple(_HEALTH)
+"""All levels a device fault can have."""
+
 _ORDER = ("Healthy", "SubHealthy", "UnHealthy")
 
 

@@ -49,6 +49,7 @@ from phalanx.recovery.model import (
 from phalanx.recovery.words import Code
 
 _SEEN = 32  # remembered report ids per job
+_ANSWERED = 8  # remembered keyed reports per job
 _FIELDS = frozenset(f.name for f in fields(Job))
 
 
@@ -1135,14 +1136,26 @@ def enter(turn: Turn, state: State) -> None:
     turn.set(state=state, entered=turn.now)
 
 
+def _mark(event: Event) -> str:
+    """What makes two reports the same one; "": the sender does not say."""
+    if not isinstance(event, Report) or event.key is None:
+        return ""
+    return blake2b(repr(event).encode(), digest_size=8).hexdigest()
+
+
 def step(job: Job, event: Event, now: float) -> Outcome:
     """What one event does to one job. Total: every event has an answer in every state."""
     from phalanx.recovery.table import DECIDED, rows
 
     turn = Turn(job, event, now)
+    mark = _mark(event)
+    if mark and mark in job.answered:
+        return Outcome(job, changed=False)  # repeated, its answer was lost: the same one again
     for row in rows(job.state, type(event)):
         if row.guard and not GUARDS[row.guard](turn):
             continue
+        if mark and row.does != "stale":
+            turn.set(answered=(*job.answered, mark)[-_ANSWERED:])
         ACTIONS[row.does](turn)
         target = turn.target if row.next is DECIDED else row.next
         if target is not None:

@@ -207,6 +207,7 @@ class Job:
     client: str = ""
     incarnation: int = 0
     seen_reports: tuple[str, ...] = ()
+    answered: tuple[str, ...] = ()  # marks of the keyed reports taken last
     outcome: str = ""  # of the last episode
     phases: tuple[tuple[str, float], ...] = ()  # (state, seconds) of this episode
 
