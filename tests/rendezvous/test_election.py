@@ -1,0 +1,86 @@
+"""At most one coordinator for each term, whatever is asked in whatever order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.rendezvous import election as e
+from phalanx.rendezvous.model import Roster, Verdict
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+def roster(members: int, spares: int = 0) -> Roster:
+    nodes = tuple((n, f"{n}:1") for n in NAMES[: members + spares])
+    return Roster(1, 1, nodes, members)
+
+
+def ask(candidate: str, term: int = 2, generation: int = 1, run_id: str = "j") -> e.Ask:
+    return e.Ask(run_id, term, candidate, f"{candidate}:1", generation)
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES), st.integers(1, 4))),
+)
+def test_no_term_has_two_coordinators(members: int, asked: list[tuple[str, str, int]]) -> None:
+    """(who asks, whom, for which term): whoever asks has promised that term to itself."""
+    r = roster(members, 5 - members)
+    ballots = {n: e.Ballot("j", 1, "", 1) for n in NAMES}
+    granted: dict[tuple[str, int], set[str]] = {}
+    for candidate, voter, term in asked:
+        ballots[candidate], own = e.vote(ballots[candidate], ask(candidate, term))
+        if not own.granted:
+            continue
+        before = ballots[voter].term
+        ballots[voter], answer = e.vote(ballots[voter], ask(candidate, term))
+        assert ballots[voter].term >= before
+        if answer.granted:
+            granted.setdefault((candidate, term), {candidate}).add(voter)
+    for term in range(1, 5):
+        winners = [c for (c, t), by in granted.items() if t == term and e.won(r, c, by, (), "wait")]
+        assert len(winners) <= 1
+
+
+def test_who_is_refused() -> None:
+    ballot = e.Ballot("j", 3, "b", 5)
+    table = [
+        (ballot, ask("a", 3, 5), False, "promised"),
+        (ballot, ask("b", 3, 5), True, ""),
+        (ballot, ask("a", 4, 5), True, ""),
+        (ballot, ask("a", 4, 4), False, "generation 5"),
+        (ballot, ask("a", 4, 5, "k"), False, "another job"),
+        (e.Ballot("j", 3, "", 5, "x:1"), ask("a", 9, 9), False, "lives"),
+        (e.Ballot("j", 3, "", 5, "", Verdict(True)), ask("a", 9, 9), False, "over"),
+    ]
+    for before, question, granted, why in table:
+        after, answer = e.vote(before, question)
+        assert answer.granted is granted and why in answer.why
+        assert after.term == (question.term if granted else before.term)
+    assert e.vote(table[-1][0], table[-1][1])[1].verdict == Verdict(True)
+
+
+def test_a_majority_of_the_members() -> None:
+    three, two = roster(3, 1), roster(2, 1)
+    assert not e.won(three, "a", (), (), "continue")
+    assert e.won(three, "a", ("b",), (), "wait")
+    assert not e.won(three, "a", ("d",), (), "wait")  # a spare's promise is none
+    assert e.won(three, "d", ("a", "b"), (), "wait")
+    assert not e.won(three, "d", ("a",), (), "wait")
+    assert e.won(three, "a", (), ("b",), "wait")
+    assert not e.won(two, "a", (), (), "wait")
+    assert e.won(two, "a", (), (), "continue")
+    assert not e.won(two, "c", (), (), "continue")
+    assert e.won(two, "a", (), ("b",), "wait")
+    assert e.won(roster(1), "a", (), (), "wait")
+
+
+def test_the_order() -> None:
+    r = roster(3, 1)
+    assert e.before(r, "a", ()) == ()
+    assert [n for n, _ in e.before(r, "c", {"a"})] == ["b"]
+    assert [n for n, _ in e.before(r, "elsewhere", ())] == ["a", "b", "c", "d"]
+    assert [n for n, _ in e.voters(r, "b")] == ["a", "c"]
+    assert e.stands(r, "d") and not e.stands(r, "elsewhere")
+    assert not e.stands(Roster(1, 1, r.nodes[:2], 3), "a")
