@@ -13,6 +13,7 @@ from phalanx.rendezvous.model import (
     Event,
     Failed,
     Join,
+    Kill,
     Leave,
     Lost,
     Node,
@@ -22,6 +23,7 @@ from phalanx.rendezvous.model import (
     Over,
     Park,
     Refuse,
+    Regroup,
     Said,
     Saying,
     Stop,
@@ -29,6 +31,7 @@ from phalanx.rendezvous.model import (
     Succeeded,
     Telling,
     Tick,
+    WorkerEvent,
 )
 
 
@@ -38,6 +41,7 @@ class Agent:
     told: list[Telling] = field(default_factory=list)
     held: Assignment | None = None
     stops: bool = True  # answers Stop at once
+    dead: set[int] = field(default_factory=set)
 
     def of(self, kind: type) -> list[Any]:
         return [what for what in self.told if isinstance(what, kind)]
@@ -57,6 +61,8 @@ class Cluster:
         self.agents: dict[str, Agent] = {}
         self.notes: list[Note] = []
         self._queue: deque[Event] = deque()
+        self.speaks = False  # the workers say hello
+        self.steps = True  # they come together again and finish a step
 
     def feed(self, event: Event) -> None:
         self._queue.append(event)
@@ -79,10 +85,36 @@ class Cluster:
             agent.held = what.assignment
             if what.assignment.host_of_store == name:
                 self._queue.append(Said(name, self._offer(name)))
+            if self.speaks:
+                self._work(agent, what.assignment)
+        elif isinstance(what, Regroup):
+            agent.held = what.assignment
+            if what.assignment.host_of_store == name:
+                self._queue.append(Said(name, self._offer(name)))
+            self._work(agent, what.assignment)
+        elif isinstance(what, Kill):
+            self._event(agent, what.rank, "died", how=what.why, hung=True)
         elif isinstance(what, Stop) and agent.stops:
             self._queue.append(self._stopped(agent))
         elif isinstance(what, Over | Refuse):
             agent.held = None
+
+    def _work(self, agent: Agent, held: Assignment) -> None:
+        for local, rank in enumerate(held.seat.ranks):
+            if held.fresh is None:
+                self._event(agent, rank, "hello")
+                continue
+            if local in held.fresh:
+                self._event(agent, rank, "hello", waiting=True)
+            else:
+                self._event(agent, rank, "left")
+            if self.steps:
+                self._event(agent, rank, "good_step", step=10, report={"lost_steps": 0})
+
+    def _event(self, agent: Agent, rank: int, kind: str, **data: Any) -> None:
+        assert agent.held is not None
+        what = WorkerEvent(agent.held.generation, rank, kind, data)
+        self._queue.append(Said(agent.node.id, what))
 
     def _offer(self, name: str) -> Offer:
         return Offer(f"{self.agents[name].node.address}:{4000 + self.state.generation}")
@@ -123,6 +155,15 @@ class Cluster:
         rank = held.seat.ranks[0]
         what = {"reason": f"rank {rank} exited with code 7", "returncode": 7, **more}
         self.say(name, Failed(held.generation, rank, **what))
+
+    def event(self, name: str, rank: int, kind: str, /, **data: Any) -> None:
+        held = self.agents[name].held
+        assert held is not None
+        self.say(name, WorkerEvent(held.generation, rank, kind, data))
+
+    def die(self, rank: int, **more: Any) -> None:
+        name = next(n for n, ranks in self.ranks.items() if rank in ranks)
+        self.event(name, rank, "died", how="was killed by SIGKILL", **more)
 
     def succeed(self, *names: str) -> None:
         for name in names:

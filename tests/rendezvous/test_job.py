@@ -6,7 +6,7 @@ import pytest
 from tests.rendezvous.cluster import Cluster
 
 from phalanx.agent import exit_codes
-from phalanx.rendezvous import forming, job, running
+from phalanx.rendezvous import budgets, forming, job
 from phalanx.rendezvous.job import Phase
 from phalanx.rendezvous.model import (
     Assign,
@@ -23,8 +23,8 @@ from phalanx.rendezvous.model import (
 
 def test_the_exit_codes_are_the_agents() -> None:
     assert forming.NO_RENDEZVOUS == exit_codes.RENDEZVOUS
-    assert running.HUNG == exit_codes.HUNG
-    assert running.NO_ONE_TO_BLAME == exit_codes.KEEPER
+    assert budgets.HUNG == exit_codes.HUNG
+    assert budgets.NO_ONE_TO_BLAME == exit_codes.KEEPER
 
 
 # --- forming --------------------------------------------------------------------------------

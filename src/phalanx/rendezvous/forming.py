@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+from phalanx.recovery import episode as ep
 from phalanx.rendezvous import ranks
-from phalanx.rendezvous.model import Assign, Assignment, Over, Park, Seat, Stop, Verdict
+from phalanx.rendezvous.model import (
+    Assign,
+    Assignment,
+    Options,
+    Over,
+    Park,
+    Seat,
+    Stop,
+    Verdict,
+)
 from phalanx.rendezvous.state import Peer, Phase, State, Turn, tell_roster
 
 NO_RENDEZVOUS = 120
@@ -26,38 +39,47 @@ def finish(turn: Turn, verdict: Verdict) -> None:
         turn.tell(node, Over(verdict))
 
 
-def stop_all(turn: Turn, why: str, *, start_at: float | None = None) -> None:
-    """End what runs; a generation forms when all of it has ended."""
+def stop_all(turn: Turn, why: str, *, start_at: float | None = None, at: int | None = None) -> None:
+    """End what runs (after step ``at``); a generation forms when all of it has ended."""
     turn.set(
         phase=Phase.STOPPING,
         why=why,
+        stop_at=at,
         stop_by=turn.now + turn.options.rejoin,
         start_at=start_at,
         gather_by=None,
         call_by=None,
         offer_by=None,
     )
-    turn.note("stopping", generation=turn.state.generation, why=why)
+    turn.note("stopping", generation=turn.state.generation, why=why, at=at)
     for peer in turn.state.peers.values():
         if peer.runs:
-            turn.tell(peer.node.id, Stop(peer.runs, why))
+            turn.tell(peer.node.id, Stop(peer.runs, why, at))
     settle(turn)
+
+
+def hurry(turn: Turn, why: str) -> None:
+    """That step will not be finished by all: end what still runs now."""
+    if turn.state.phase is Phase.STOPPING and turn.state.stop_at is not None:
+        turn.set(stop_at=None, why=why)
+        for peer in turn.state.peers.values():
+            if peer.runs:
+                turn.tell(peer.node.id, Stop(peer.runs, why))
 
 
 def available(state: State) -> list[Peer]:
     """The nodes that could take part now: members of the last generation first, then those
     that wait, spares last, each in the order in which they came."""
-    seated = {seat.node for seat in state.seats}
     return sorted(
-        (p for p in state.peers.values() if not p.runs),
-        key=lambda p: (p.node.id not in seated, p.node.spare, p.since),
+        (p for p in state.peers.values() if not p.runs and not state.is_out(p.node.id)),
+        key=lambda p: (p.node.id not in state.places, p.node.spare, p.since),
     )
 
 
 def choose(turn: Turn, *, spares: bool) -> list[Peer]:
     """Who would be in the next generation; with ``spares``, as many as needed."""
     state, options = turn.state, turn.options
-    seated = {seat.node for seat in state.seats}
+    seated = state.places
     able = available(state)
     chosen = [p for p in able if not p.node.spare or p.node.id in seated][: options.most]
     room = min(options.most, max(state.peak, options.least)) - len(chosen)
@@ -69,7 +91,7 @@ def choose(turn: Turn, *, spares: bool) -> list[Peer]:
 def how_many(turn: Turn, *, spares: bool) -> int:
     """How many ``choose`` would return; cheap, since each join asks."""
     state, options = turn.state, turn.options
-    if spares or state.seats:
+    if spares or state.seats or state.records:
         return len(choose(turn, spares=spares))
     count = sum(not (p.runs or p.node.spare) for p in state.peers.values())
     return min(count, options.most)
@@ -94,7 +116,9 @@ def _gather(turn: Turn) -> None:
     out_of_time = state.gather_by is not None and now >= state.gather_by
     count = how_many(turn, spares=state.generation > 0 or out_of_time)
     if count < options.least:
-        if out_of_time:
+        if state.records and release(turn, all_of_them=True):
+            _gather(turn)  # better with a bad node than not at all
+        elif out_of_time:
             finish(turn, Verdict(False, NO_RENDEZVOUS, _too_few(turn, count)))
         elif state.gather_by is None:
             turn.set(gather_by=now + options.join, call_by=None)
@@ -136,60 +160,82 @@ def restarts_left(turn: Turn) -> int:
 
 def assign(turn: Turn, seats: tuple[Seat, ...], host: str) -> None:
     """A new generation, all of whose workers start."""
-    before = {seat.node: seat.ranks for seat in turn.state.seats}
+    state = turn.state
+    before = {seat.node: seat.ranks for seat in state.seats}
+    moved = ranks.moves(state.seats, seats)
+    generation = state.generation + 1
+    turn.seat(seats)
     turn.set(
         phase=Phase.RUNNING,
-        generation=turn.state.generation + 1,
-        attempt=turn.state.attempt + 1,
-        seats=seats,
-        store=turn.state.peers[host].offer,
+        generation=generation,
+        attempt=state.attempt + 1,
+        base=generation,
+        born={},
+        store=state.peers[host].offer,
         host_of_store=host,
         done=frozenset(),
         began=turn.now,
         furthest=None,
-        peak=max(turn.state.peak, len(seats)),
+        pace=0.0,
+        peak=max(state.peak, len(seats)),
         start_at=None,
         offer_by=None,
+        stop_at=None,
         why="",
+        moved_in=frozenset(),
+        culprit=None,
     )
+    if state.machine is not None:
+        fresh = ep.State.fresh(turn.state.world, generation, state.machine)
+        turn.set(machine=fresh)
     turn.change(host, offer="")
-    state = turn.state
     for group, seat in enumerate(seats):
-        turn.change(seat.node, runs=state.generation, parked="", held=None)
+        turn.change(seat.node, runs=generation, parked="", held=None)
         old = before.get(seat.node, ())
-        assignment = Assignment(
-            term=state.term,
-            generation=state.generation,
-            attempt=state.attempt,
-            seat=seat,
-            group=group,
-            groups=len(seats),
-            world=state.world,
-            store=state.store,
-            host_of_store=host,
-            previous=tuple(
-                old[local] if local < len(old) else None for local in range(len(seat.ranks))
-            ),
-            restarts_left=restarts_left(turn),
+        previous = tuple(
+            old[local] if local < len(old) else None for local in range(len(seat.ranks))
         )
-        turn.tell(seat.node, Assign(assignment))
+        turn.tell(seat.node, Assign(assignment(turn, group, previous)))
     turn.note(
         "generation",
-        generation=state.generation,
-        attempt=state.attempt,
-        world=state.world,
+        generation=generation,
+        attempt=turn.state.attempt,
+        world=turn.state.world,
         nodes=[seat.node for seat in seats],
-        moved=ranks.moves([Seat(n, r) for n, r in before.items()], seats),
+        moved=moved,
     )
     park_others(turn)
     tell_roster(turn)
 
 
+def assignment(
+    turn: Turn,
+    group: int,
+    previous: tuple[int | None, ...],
+    fresh: tuple[int, ...] | None = None,
+) -> Assignment:
+    """The share of the node in seat ``group`` of the generation that runs."""
+    state = turn.state
+    return Assignment(
+        term=state.term,
+        generation=state.generation,
+        attempt=state.attempt,
+        seat=state.seats[group],
+        group=group,
+        groups=len(state.seats),
+        world=state.world,
+        store=state.store,
+        host_of_store=state.host_of_store,
+        previous=previous,
+        fresh=fresh,
+        restarts_left=restarts_left(turn),
+    )
+
+
 def park_others(turn: Turn) -> None:
     """Tell those without a seat why they wait, once."""
-    seated = {seat.node for seat in turn.state.seats}
     for peer in list(turn.state.peers.values()):
-        if peer.node.id not in seated and not peer.runs:
+        if peer.node.id not in turn.state.places and not peer.runs:
             park(turn, peer, _why_parked(turn, peer))
 
 
@@ -200,6 +246,10 @@ def park(turn: Turn, peer: Peer, why: str) -> None:
 
 
 def _why_parked(turn: Turn, peer: Peer) -> str:
+    record = turn.state.records.get(peer.node.id)
+    if record is not None and record.until is not None:
+        minutes = turn.options.quarantine / 60
+        return f"this node failed too often: it is left out for {minutes:.0f} minutes"
     if peer.node.spare:
         return "this node is a spare: it takes the place of one that is lost"
     return (
@@ -207,13 +257,52 @@ def _why_parked(turn: Turn, peer: Peer) -> str:
     )
 
 
-def wants_more(turn: Turn) -> bool:
+def wants_more(state: State, options: Options) -> bool:
     """Whether a generation formed now would have more nodes than the one that runs."""
-    state, options = turn.state, turn.options
     if len(state.seats) >= options.most or state.done:
         return False
-    seated = {seat.node for seat in state.seats}
-    waiting = [p for p in available(state) if p.node.id not in seated]
+    waiting = [p for p in available(state) if p.node.id not in state.places]
     if any(not p.node.spare for p in waiting):
         return True
     return bool(waiting) and len(state.seats) < state.peak
+
+
+def grow(turn: Turn) -> None:
+    """A node waits and there is room: the others stop, and all start again with it.
+
+    With sessions the workers finish a step first, all the same one, and write it down; a
+    recovery under way comes to its end before.
+    """
+    state = turn.state
+    if state.phase is not Phase.RUNNING or not wants_more(state, turn.options):
+        return
+    if state.machine is None:
+        stop_all(turn, "more nodes are there")
+    elif state.machine.episode is None and state.machine.over is None:
+        stop_all(turn, "more nodes are there", at=step_to_stop_at(state, turn.now))
+
+
+TELLING = 1.5
+"""Seconds within which the word to stop after a step is with every worker."""
+
+
+def step_to_stop_at(state: State, now: float) -> int | None:
+    """A step that nobody can have finished before all have heard of it; None: not known."""
+    if state.furthest is None or not state.pace:
+        return None
+    ahead = (now - state.told_at + TELLING) / state.pace
+    return state.furthest + max(2, math.ceil(min(ahead, 1e9)))
+
+
+def release(turn: Turn, *, all_of_them: bool = False) -> bool:
+    """Let nodes in again whose time is over (or all); whether there were any."""
+    freed = {
+        node: replace(record, until=None)
+        for node, record in turn.state.records.items()
+        if record.until is not None and (all_of_them or turn.now >= record.until)
+    }
+    if freed:
+        turn.set(records={**turn.state.records, **freed})
+        for node in freed:
+            turn.note("node_let_in", node=node)
+    return bool(freed)

@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from phalanx.rendezvous import ranks, recall, running
-from phalanx.rendezvous.forming import finish, park, park_others, settle
+from phalanx.recovery import episode as ep
+from phalanx.rendezvous import budgets, ranks, recall, running, sessions
+from phalanx.rendezvous.forming import finish, grow, park, park_others, release, settle
 from phalanx.rendezvous.model import (
     Effect,
     Event,
@@ -28,6 +27,7 @@ from phalanx.rendezvous.model import (
     Succeeded,
     Tick,
     Verdict,
+    WorkerEvent,
 )
 from phalanx.rendezvous.state import Peer, Phase, State, Turn, next_deadline, tell_roster
 
@@ -59,6 +59,8 @@ def hear(turn: Turn, node: str, what: Saying) -> None:
         settle(turn)
     elif turn.state.phase is Phase.RECALL:
         turn.set(heard=(*turn.state.heard, (node, what)))
+    elif isinstance(what, WorkerEvent):
+        running.worker_event(turn, node, what)
     elif isinstance(what, Failed):
         running.failed(turn, node, what)
     elif isinstance(what, Succeeded):
@@ -73,10 +75,16 @@ def _tick(turn: Turn) -> None:
     due = next_deadline(turn.state)
     if due is None or turn.now < due:
         return
-    if turn.state.phase is Phase.RECALL:
+    phase = turn.state.phase
+    if phase is Phase.RECALL:
         _recalled(turn)
-    else:
-        settle(turn)
+        return
+    if release(turn) and phase is Phase.RUNNING:
+        grow(turn)
+    machine = turn.state.machine
+    if machine is not None and turn.state.phase is Phase.RUNNING:
+        sessions.step(turn, ep.Tick())
+    settle(turn)
 
 
 def _departed(turn: Turn, node: str, why: str) -> None:
@@ -134,56 +142,87 @@ def _next_epoch(turn: Turn, epoch: int) -> None:
     turn.state = State.fresh(turn.state.term, epoch)
 
 
+def _peer(turn: Turn, what: Join) -> Peer:
+    """The node as it stands now: known, and not yet told anything."""
+    old = turn.state.peers.get(what.node.id)
+    since = old.since if old else turn.state.arrivals
+    if old is None:
+        turn.set(arrivals=since + 1)
+    runs = what.held.generation if what.held else 0
+    peer = Peer(what.node, since, what.offer, runs, what.held, what.share)
+    turn.put(peer)
+    return peer
+
+
 def _new(turn: Turn, node: str, what: Join) -> None:
-    held = what.held
-    runs = held.generation if held else 0
-    turn.put(Peer(what.node, turn.state.arrivals, what.offer, runs, held))
-    turn.set(arrivals=turn.state.arrivals + 1)
+    peer = _peer(turn, what)
+    budgets.inherit(turn, what.node)
     turn.note("node_joined", node=node, host=what.node.host, address=what.node.address)
     state = turn.state
-    if held is not None and held.generation > state.generation and state.generation == 0:
+    if peer.runs and state.generation == 0 and state.phase is Phase.GATHERING:
         # we have forgotten: a coordinator that was started again
-        turn.set(phase=Phase.RECALL, recall_by=turn.now + turn.options.recall, gather_by=None,
-                 call_by=None)  # fmt: skip
+        recall_by = turn.now + turn.options.recall
+        turn.set(phase=Phase.RECALL, recall_by=recall_by, gather_by=None, call_by=None)
     if turn.state.phase is Phase.RECALL:
         _recall(turn)
-        return
-    if held is not None:
-        turn.tell(node, Stop(held.generation, "this generation is over"))
-        return
-    if state.phase is Phase.RUNNING:
-        running.grow(turn)
-        if turn.state.phase is Phase.RUNNING:
-            park_others(turn)
-            tell_roster(turn, node)
-        return
-    settle(turn)
-    if turn.state.phase is Phase.GATHERING:
-        count, least = len(turn.state.peers), turn.options.least
-        park(turn, turn.state.peers[node], f"waiting for nodes: {count} of at least {least} came")
+    elif peer.runs:
+        turn.tell(node, Stop(peer.runs, "this generation is over"))
+    elif state.phase is Phase.RUNNING:
+        _waits(turn, node)
+    else:
+        settle(turn)
+        if turn.state.phase is Phase.GATHERING:
+            count, least = len(turn.state.peers), turn.options.least
+            why = f"waiting for nodes: {count} of at least {least} came"
+            park(turn, turn.state.peers[node], why)
+
+
+def _waits(turn: Turn, node: str) -> None:
+    """A node is there while others run."""
+    grow(turn)
+    if turn.state.phase is Phase.RUNNING:
+        park_others(turn)
+        tell_roster(turn, node)
 
 
 def _again(turn: Turn, node: str, what: Join) -> None:
     """The connection was lost and is there again, before its loss was seen."""
-    state, held = turn.state, what.held
-    peer = state.peers[node]
-    seated = state.seat_of(node) is not None
-    if state.phase is Phase.RECALL or (held.generation if held else 0) != (
-        state.generation if seated and (peer.runs or node in state.done) else 0
-    ):
-        # it has lost its workers, or what it was told last did not arrive
-        _departed(turn, node, "lost its connection")
-        if turn.state.phase is not Phase.OVER:
-            _new(turn, node, what)
-        return
-    turn.put(replace(peer, node=what.node, offer=what.offer, parked=""))
-    if state.phase is Phase.STOPPING and peer.runs:
-        turn.tell(node, Stop(peer.runs, state.why))
+    state = turn.state
+    peer = _peer(turn, what)
+    turn.note("node_back", node=node)
+    if state.phase is Phase.RECALL:
+        _recall(turn)
+    elif state.phase is Phase.RUNNING and state.seat_of(node) is not None:
+        _back_in_seat(turn, node, peer)
+    elif peer.runs:
+        now_stopping = state.phase is Phase.STOPPING and peer.runs == state.generation
+        why = state.why if now_stopping else "this generation is over"
+        turn.tell(node, Stop(peer.runs, why, state.stop_at if now_stopping else None))
     elif state.phase is Phase.RUNNING:
-        if not seated:
-            park_others(turn)
-        tell_roster(turn, node)
-    settle(turn)
+        _waits(turn, node)
+    else:
+        settle(turn)
+
+
+def _back_in_seat(turn: Turn, node: str, peer: Peer) -> None:
+    state, held = turn.state, peer.held
+    seat = state.seat_of(node)
+    assert seat is not None
+    name = turn.name(node)
+    if held is None or held.generation < state.base or held.seat != seat:
+        if held is not None:
+            turn.tell(node, Stop(held.generation, "this generation is over"))
+        if node in state.done and held is None:
+            return
+        # it has lost its workers, or what it was told last did not arrive
+        running.lose_share(turn, node, f"{name} lost its connection, and its workers with it")
+        return
+    turn.change(node, runs=0 if node in state.done else state.generation, held=None, share=None)
+    if held.generation < state.generation and node not in state.done:
+        sessions.tell_regroup(turn, seat, held.generation)
+    tell_roster(turn, node)
+    if peer.share is not None:
+        running.shares(turn, [(node, peer.share, held.generation)])
 
 
 # --- after a takeover ---------------------------------------------------------------------
@@ -196,7 +235,9 @@ def _recall(turn: Turn) -> None:
 
 def _recalled(turn: Turn) -> None:
     heard = turn.state.heard
+    shares = [(p.node.id, p.share, p.runs) for p in turn.state.peers.values() if p.share]
     missing = recall.rebuild(turn)
+    running.shares(turn, [s for s in shares if turn.state.seat_of(s[0]) is not None])
     for node, what in heard:
         if node in turn.state.peers and turn.state.phase is not Phase.OVER:
             hear(turn, node, what)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.rendezvous.forming import park_others, settle, stop_all
+from phalanx.rendezvous.forming import grow, park_others, settle
 from phalanx.rendezvous.model import Assignment, Seat, Stop
-from phalanx.rendezvous.running import grow
-from phalanx.rendezvous.state import Phase, State, Turn, tell_roster
+from phalanx.rendezvous.running import lose_share
+from phalanx.rendezvous.sessions import tell_regroup
+from phalanx.rendezvous.state import Peer, Phase, State, Turn, tell_roster
 
 
 def _newest(state: State) -> Assignment | None:
@@ -18,10 +19,22 @@ def complete(state: State) -> bool:
     newest = _newest(state)
     if newest is None:
         return False
-    here = sum(
-        p.held is not None and p.held.generation == newest.generation for p in state.peers.values()
-    )
-    return here + len(state.gone) >= newest.groups
+    return len(_members(state, newest)) + len(state.gone) >= newest.groups
+
+
+def _members(state: State, newest: Assignment) -> list[tuple[Peer, Assignment]]:
+    """Those who hold a share of the group that was started last: of its newest generation, or
+    of an earlier one, if they have not heard of those that followed in place."""
+    shares = [(p, p.held) for p in state.peers.values() if p.held is not None]
+    shares = [(p, a) for p, a in shares if a.attempt == newest.attempt and a.world == newest.world]
+    shares.sort(key=lambda share: -share[1].generation)
+    taken: set[int] = set()
+    out = []
+    for peer, held in shares:
+        if taken.isdisjoint(held.seat.ranks):  # else its seat was given to another
+            taken.update(held.seat.ranks)
+            out.append((peer, held))
+    return out
 
 
 def rebuild(turn: Turn) -> list[str]:
@@ -35,36 +48,43 @@ def rebuild(turn: Turn) -> list[str]:
     if newest is None:
         turn.set(phase=Phase.GATHERING)
         return []
-    seats = [
-        p.held.seat
-        for p in state.peers.values()
-        if p.held is not None and p.held.generation == newest.generation
-    ]
-    held = {rank for seat in seats for rank in seat.ranks}
+    members = _members(state, newest)
+    held = {rank for _, share in members for rank in share.seat.ranks}
     missing = _gaps(sorted(set(range(newest.world)) - held), newest)
-    seats = sorted([*seats, *missing], key=lambda seat: seat.ranks)
-    used = max(0, turn.options.max_restarts - newest.restarts_left)
+    seats = [*(share.seat for _, share in members), *missing]
+    turn.seat(tuple(sorted(seats, key=lambda seat: seat.ranks)))
     turn.set(
         phase=Phase.RUNNING,
         generation=newest.generation,
         attempt=newest.attempt,
-        seats=tuple(seats),
+        base=min(share.generation for _, share in members),
+        born={
+            share.seat.ranks[local]: share.generation
+            for _, share in members
+            for local in share.fresh or ()
+        },
         store=newest.store,
         host_of_store=newest.host_of_store,
         began=turn.now,
         peak=max(state.peak, newest.groups),
-        spent=used,
+        spent=max(0, turn.options.max_restarts - newest.restarts_left),
     )
     turn.note(
         "took_over",
         term=state.term,
         generation=newest.generation,
-        nodes=[seat.node for seat in seats],
+        nodes=[seat.node for seat in turn.state.seats],
     )
     for peer in list(state.peers.values()):
-        if peer.held is not None and peer.held.generation < newest.generation:
+        seat = turn.state.seat_of(peer.node.id)
+        runs = peer.runs
+        if peer.held is not None and seat is None:
             turn.tell(peer.node.id, Stop(peer.held.generation, "this generation is over"))
-        turn.change(peer.node.id, held=None)
+        elif peer.held is not None and seat is not None:
+            runs = newest.generation
+            if peer.held.generation < newest.generation:
+                tell_regroup(turn, seat, peer.held.generation)
+        turn.change(peer.node.id, runs=runs, held=None, share=None)
     return [seat.node for seat in missing]
 
 
@@ -85,9 +105,12 @@ def lose(turn: Turn, missing: list[str]) -> None:
         settle(turn)
     if turn.state.phase is not Phase.RUNNING:
         return
-    if missing:
-        count = len(missing)
-        stop_all(turn, f"{count} node{'s' if count > 1 else ''} did not come back")
+    count = len(missing)
+    for node in missing:
+        if turn.state.phase is Phase.RUNNING and turn.state.seat_of(node) is not None:
+            nodes = f"{count} node{'s' if count > 1 else ''}"
+            lose_share(turn, node, f"{nodes} did not come to the new coordinator")
+    if turn.state.phase is not Phase.RUNNING:
         return
     tell_roster(turn)
     grow(turn)

@@ -2,64 +2,39 @@
 
 from __future__ import annotations
 
-from phalanx.recovery import policy
-from phalanx.rendezvous.forming import finish, settle, stop_all, wants_more
-from phalanx.rendezvous.model import Failed, Progress, Stopped, Succeeded, Verdict
+from collections.abc import Sequence
+
+from phalanx.rendezvous import sessions
+from phalanx.rendezvous.budgets import fault
+from phalanx.rendezvous.forming import finish, grow, hurry, settle, stop_all
+from phalanx.rendezvous.model import (
+    Failed,
+    Progress,
+    Share,
+    Stopped,
+    Succeeded,
+    Verdict,
+    WorkerEvent,
+)
 from phalanx.rendezvous.state import Phase, Turn
-
-HUNG = 121
-NO_ONE_TO_BLAME = 123
-"""Exit statuses of ``phalanx.agent.exit_codes``."""
-
-
-def status_of(failed: Failed) -> int:
-    """What the agents exit with when this failure ends the job."""
-    if failed.end.get("hung"):
-        return HUNG
-    code = failed.returncode
-    if not code:
-        return NO_ONE_TO_BLAME
-    return 128 - code if code < 0 else code
 
 
 def failed(turn: Turn, node: str, what: Failed) -> None:
-    """A fault of the program: the whole group again, or the end."""
+    """A fault that is not to be recovered in place."""
     state = turn.state
-    if state.phase is not Phase.RUNNING or what.generation != state.generation:
+    if state.seat_of(node) is None or not state.base <= what.generation <= state.generation:
         return
-    if state.seat_of(node) is None:
-        return
-    exception = what.end.get("exception")
-    step = what.end.get("step")
-    steps = [s for s in (state.furthest, step) if isinstance(s, int)]
-    attempt = policy.Attempt(
-        lasted=max(0.0, turn.now - state.began),
-        returncode=what.returncode,
-        exception=_class_of(exception) if isinstance(exception, str) else None,
-        last_step=max(steps, default=None),
-    )
-    turn.set(attempts=(*state.attempts, attempt))
-    budget = max(0, turn.options.max_restarts - state.spent)
-    decision = policy.decide(policy.Policy(max_restarts=budget), turn.state.attempts)
-    turn.note(
-        "attempt_failed",
-        node=node,
-        rank=what.rank,
-        generation=state.generation,
-        reason=what.reason,
-        restart=decision.restart,
-        verdict=decision.reason,
-    )
-    if not decision.restart or not what.retryable:
-        why = decision.reason if not decision.restart else "it cannot be cured by a new try"
-        reason = f"{what.reason} on {turn.name(node)}; not restarted: {why}"
-        finish(turn, Verdict(False, status_of(what), reason, node))
-        return
-    stop_all(turn, f"{what.reason} on {turn.name(node)}", start_at=turn.now + decision.delay)
+    if state.phase is Phase.RUNNING:
+        fault(turn, node, what)
+    elif state.phase is Phase.STOPPING:
+        hurry(turn, what.reason)
 
 
-def _class_of(exception: str) -> str:
-    return exception.split(":", 1)[0].strip().rsplit(".", 1)[-1]
+def worker_event(turn: Turn, node: str, what: WorkerEvent) -> None:
+    if turn.state.phase is Phase.RUNNING:
+        sessions.worker_event(turn, node, what)
+    elif what.kind in ("died", "fault") and turn.state.seat_of(node) is not None:
+        hurry(turn, f"rank {what.rank} cannot finish the step")
 
 
 def succeeded(turn: Turn, node: str, what: Succeeded) -> None:
@@ -77,9 +52,15 @@ def succeeded(turn: Turn, node: str, what: Succeeded) -> None:
 
 def progress(turn: Turn, node: str, what: Progress) -> None:
     state = turn.state
-    further = state.furthest is None or what.step > state.furthest
-    if further and what.generation == state.generation and state.seat_of(node) is not None:
-        turn.set(furthest=what.step)
+    if what.generation != state.generation or state.seat_of(node) is None:
+        return
+    if state.furthest is None:
+        turn.set(furthest=what.step, told_at=turn.now)
+    elif what.step > state.furthest:
+        pace = (turn.now - state.told_at) / (what.step - state.furthest)
+        # nodes that say the same in turn would make it seem faster than it is: harmless, the
+        # step to stop at is then further away
+        turn.set(furthest=what.step, told_at=turn.now, pace=pace or state.pace)
 
 
 def stopped(turn: Turn, node: str, what: Stopped) -> None:
@@ -87,19 +68,12 @@ def stopped(turn: Turn, node: str, what: Stopped) -> None:
     if not peer.runs or what.generation < peer.runs:
         return
     turn.change(node, runs=0)
-    if turn.state.phase is Phase.RUNNING:
-        if turn.state.seat_of(node) is not None and node not in turn.state.done:
-            stop_all(turn, f"the workers on {turn.name(node)} were stopped")
-            return
+    if turn.state.phase is not Phase.RUNNING:
+        settle(turn)
+    elif turn.state.seat_of(node) is None:
         grow(turn)
-        return
-    settle(turn)
-
-
-def grow(turn: Turn) -> None:
-    """A node waits and there is room: the others stop, and all start again with it."""
-    if turn.state.phase is Phase.RUNNING and wants_more(turn):
-        stop_all(turn, "more nodes are there")
+    elif node not in turn.state.done:
+        lose_share(turn, node, f"the workers on {turn.name(node)} were stopped")
 
 
 def departed(turn: Turn, node: str, why: str) -> None:
@@ -110,6 +84,36 @@ def departed(turn: Turn, node: str, why: str) -> None:
     turn.drop(node)
     turn.note("node_gone", node=node, why=why, member=member)
     if state.phase is Phase.RUNNING and member and node not in state.done:
-        stop_all(turn, f"{name} {why}")
+        lose_share(turn, node, f"{name} {why}")
     else:
+        if member:
+            hurry(turn, f"{name} {why}")
         settle(turn)
+
+
+def lose_share(turn: Turn, node: str, why: str) -> None:
+    """No worker runs any more where this seat is. A node that waits takes it in place, if the
+    program can; else the whole group starts again, with whoever is there."""
+    seat = turn.state.seat_of(node)
+    assert seat is not None
+    substitute = sessions.substitute(turn, seat)
+    if substitute is None:
+        stop_all(turn, why)
+    else:
+        sessions.move_in(turn, seat, substitute, why)
+
+
+def shares(turn: Turn, said: Sequence[tuple[str, Share, int]]) -> None:
+    """Nodes that came back say how it stands with their workers of that generation: first
+    who lives, since that decides what can be done for those who do not.
+    """
+    for node, what, generation in said:
+        if turn.state.phase is Phase.RUNNING:
+            sessions.share(turn, node, what, generation)
+    for node, what, generation in said:
+        if what.failed is not None:
+            failed(turn, node, what.failed)
+        elif what.done:
+            succeeded(turn, node, Succeeded(generation))
+        else:
+            sessions.deaths(turn, node, what, generation)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from phalanx.recovery import episode as ep
 from phalanx.recovery import policy
 from phalanx.rendezvous.model import (
     Assignment,
     Effect,
+    Failed,
     Node,
     Note,
     Options,
     Roster,
     Saying,
     Seat,
+    Share,
     Telling,
     To,
     Verdict,
@@ -45,7 +49,20 @@ class Peer:
     offer: str = ""
     runs: int = 0  # the generation whose workers may run there, 0 for none
     held: Assignment | None = None  # what it said it holds, until the coordinator knows itself
+    share: Share | None = None  # and what it said has become of it
     parked: str = ""  # why it was told to wait
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is held against a node; kept when its agent is gone. ``faults``: when they were;
+    ``until``: it is left out until then.
+    """
+
+    host: str
+    address: str
+    faults: tuple[float, ...] = ()
+    until: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +79,20 @@ class State:
     generation: int = 0
     attempt: int = -1
     seats: tuple[Seat, ...] = ()
+    places: Mapping[str, int] = field(default_factory=dict)  # each node's index in seats
+    base: int = 0  # the generation in which the whole group was started last
+    born: Mapping[int, int] = field(default_factory=dict)  # since then: ranks started in place
     store: str = ""
     host_of_store: str = ""
     done: frozenset[str] = frozenset()  # nodes whose workers have all ended well
     began: float = 0.0
     furthest: int | None = None  # the last finished step that anybody told of
+    told_at: float = 0.0  # when that was
+    pace: float = 0.0  # seconds a step, 0 while not known
+    machine: ep.State | None = None  # once a worker has said hello
+    moved_in: frozenset[str] = frozenset()  # nodes that took a seat in the episode
+    culprit: tuple[str, Failed] | None = None  # of the last death: its node, what it died of
+    records: Mapping[str, Record] = field(default_factory=dict)
     peak: int = 0  # the most nodes that any generation had
     # bounds on the waits of the phase
     gather_by: float | None = None  # for enough nodes
@@ -80,6 +106,7 @@ class State:
     attempts: tuple[policy.Attempt, ...] = ()  # those that a fault ended
     spent: int = 0  # restarts used under earlier coordinators
     why: str = ""  # why the workers are to end
+    stop_at: int | None = None  # after which step
     verdict: Verdict | None = None
 
     @staticmethod
@@ -112,16 +139,34 @@ class State:
         return sum(len(seat.ranks) for seat in self.seats)
 
     def seat_of(self, node: str) -> Seat | None:
-        return next((seat for seat in self.seats if seat.node == node), None)
+        place = self.places.get(node)
+        return None if place is None else self.seats[place]
+
+    def node_of(self, rank: int) -> str:
+        place = bisect_right(self.seats, rank, key=lambda seat: seat.ranks[0]) - 1
+        return self.seats[place].node
+
+    def is_out(self, node: str) -> bool:
+        """Whether the node is left out for its faults."""
+        record = self.records.get(node)
+        return record is not None and record.until is not None
 
 
 def next_deadline(state: State) -> float | None:
     """When the next Tick is due; None while nothing is waited for."""
-    due = {
+    let_in = [r.until for r in state.records.values() if r.until is not None]
+    machine = None if state.machine is None else ep.next_deadline(state.machine)
+    due: tuple[float | None, ...] = {
         Phase.RECALL: (state.recall_by,),
-        Phase.GATHERING: (state.gather_by, state.call_by, state.offer_by, state.start_at),
+        Phase.GATHERING: (
+            state.gather_by,
+            state.call_by,
+            state.offer_by,
+            state.start_at,
+            *let_in,
+        ),
         Phase.STOPPING: (state.stop_by,),
-        Phase.RUNNING: (),
+        Phase.RUNNING: (machine, *let_in),
         Phase.OVER: (),
     }[state.phase]
     return min((t for t in due if t is not None), default=None)
@@ -139,6 +184,9 @@ class Turn:
 
     def set(self, **changes: object) -> None:
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+
+    def seat(self, seats: tuple[Seat, ...]) -> None:
+        self.set(seats=seats, places={seat.node: place for place, seat in enumerate(seats)})
 
     def _own_peers(self) -> dict[str, Peer]:
         if self._peers is None or self._peers is not self.state.peers:
