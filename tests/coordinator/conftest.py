@@ -41,6 +41,16 @@ class Echo:
         return state, []
 
 
+ALIVE: list[Agent] = []
+
+
+def pump(timeout: float) -> None:
+    """What has come for any agent is taken by it."""
+    fds = {agent.node.fd: agent for agent in ALIVE}
+    for fd in select.select(list(fds), [], [], timeout)[0]:
+        fds[fd].pump()
+
+
 class Agent:
     """A node that answers ``Reached`` and keeps what it is told."""
 
@@ -48,6 +58,7 @@ class Agent:
         self.machine = machine or Echo()
         self.lines: list[str] = []
         self.told: list[Any] = []
+        self.held: m.Assignment | None = None
         options = plan.pop("options", m.Options(join=60.0))
         self.node = CoordinatorNode(
             Plan("job", m.Node(name, ""), endpoint, options, **plan),
@@ -56,6 +67,15 @@ class Agent:
             line=self.lines.append,
         )
         self.node.attend()
+        ALIVE.append(self)
+
+    def pump(self) -> None:
+        for telling in self.node.take():
+            if type(telling) is m.Assign:
+                self.held = telling.assignment
+            if type(telling).__name__ == "Reached":
+                self.node.say(m.Join(telling.node, held=self.held, offer="h:1"))
+            self.told.append(telling)
 
     def until(self, kind: type, timeout: float = 30.0) -> Any:
         """The next telling of this kind; those before it are kept in ``told``."""
@@ -65,14 +85,12 @@ class Agent:
                 if type(telling) is kind:
                     del self.told[: at + 1]
                     return telling
-            select.select([self.node.fd], [], [], 1.0)
-            for telling in self.node.take():
-                if type(telling).__name__ == "Reached":
-                    self.node.say(m.Join(telling.node, offer="h:1"))
-                self.told.append(telling)
+            pump(max(0.0, min(1.0, end - time.monotonic())))
         raise AssertionError(f"{kind.__name__} never came; there were {self.told} {self.lines}")
 
     def close(self) -> None:
+        if self in ALIVE:
+            ALIVE.remove(self)
         self.node.close("done")
 
 
@@ -84,7 +102,7 @@ def wait() -> Any:
         end = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < end, "it never came true"
-            time.sleep(0.01)
+            pump(0.01)
 
     return until
 

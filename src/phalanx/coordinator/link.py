@@ -32,6 +32,7 @@ class Connection(Protocol):
 
     term: int
     ours: str
+    coordinator: str
 
     def say(self, saying: model.Saying) -> None: ...
 
@@ -59,12 +60,12 @@ def channel(reached: net.Reached, endpoint: str, security: Security, silence: fl
     return grpc.aio.secure_channel(target, credentials, options)
 
 
-def why(error: grpc.aio.AioRpcError) -> str:
-    """What a failed call means, as a clause."""
-    details = (error.details() or "").strip()
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+def why(code: grpc.StatusCode, details: str | None) -> str:
+    """What the status of a call that failed means, as a clause."""
+    details = (details or "").strip()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "no answer"
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    if code is grpc.StatusCode.UNAVAILABLE:
         for sign, words_ in (
             ("refused", "refused"),
             ("keepalive", "no sign of life"),
@@ -77,7 +78,7 @@ def why(error: grpc.aio.AioRpcError) -> str:
         ):
             if sign.lower() in details.lower():
                 return words_
-    return details or error.code().name
+    return details or ("the connection closed" if code is grpc.StatusCode.OK else code.name)
 
 
 async def call(
@@ -102,16 +103,16 @@ async def call(
             envelope = wire.unseal(data)
             return envelope.term, wire.decode(envelope.kind, envelope.body, known)
         except grpc.aio.AioRpcError as error:
-            raise _failure(error, endpoint) from None
+            raise _failure(error.code(), error.details(), endpoint) from None
         except wire.WireError as error:
             raise net.Unreachable(f"answers what makes no sense ({error})") from None
 
 
-def _failure(error: grpc.aio.AioRpcError, endpoint: str) -> Exception:
-    wrong = _WRONG.get(error.code())
+def _failure(code: grpc.StatusCode, details: str | None, endpoint: str) -> Exception:
+    wrong = _WRONG.get(code)
     if wrong is not None:
-        return Refused(f"{endpoint} {wrong}: {error.details()}")
-    return net.Unreachable(why(error))
+        return Refused(f"{endpoint} {wrong}: {details}")
+    return net.Unreachable(why(code, details))
 
 
 class Stream:
@@ -131,6 +132,7 @@ class Stream:
         self._heard = 0
         self._out: asyncio.Queue[bytes] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
+        self._closed = False
 
     def say(self, saying: model.Saying) -> None:
         """Sends, in order; what is said after the end goes nowhere. Raises WireError."""
@@ -152,14 +154,13 @@ class Stream:
             await self._stream.write(wire.seal(hello, term=term))
             data = await asyncio.wait_for(self._stream.read(), timeout)
             if data is grpc.aio.EOF:
-                await self._stream  # raises why
-                raise net.Unreachable("the connection closed")
+                raise _failure(*await self._status(), "the endpoint")
             envelope = wire.unseal(data)
             value = wire.decode(envelope.kind, envelope.body, wire.TELLINGS)
         except (TimeoutError, asyncio.TimeoutError):
             raise net.Unreachable("no answer") from None
         except grpc.aio.AioRpcError as error:
-            raise _failure(error, "the endpoint") from None
+            raise _failure(error.code(), error.details(), "the endpoint") from None
         except asyncio.InvalidStateError:
             raise net.Unreachable("the connection closed") from None
         except wire.WireError as error:
@@ -173,17 +174,23 @@ class Stream:
             self.coordinator, self.silence = value.coordinator, value.silence
         return value
 
+    async def _status(self) -> tuple[grpc.StatusCode, str]:
+        return await self._stream.code(), await self._stream.details()
+
     async def tellings(self) -> AsyncIterator[Any]:
         while True:
             try:
                 data = await self._stream.read()
                 if data is grpc.aio.EOF:
-                    await self._stream  # raises why
-                    raise LinkEnded("the connection closed")
+                    raise LinkEnded(why(*await self._status()))
             except grpc.aio.AioRpcError as error:
-                raise LinkEnded(why(error)) from None
+                raise LinkEnded(why(error.code(), error.details())) from None
             except (asyncio.InvalidStateError, grpc.aio.UsageError):
                 raise LinkEnded("the connection closed") from None
+            except asyncio.CancelledError:
+                if not self._closed:
+                    raise
+                raise LinkEnded("it was given up") from None
             self.messages += 1
             self.bytes += len(data)
             try:
@@ -204,6 +211,7 @@ class Stream:
 
     async def close(self) -> None:
         """Sends what was said, then hangs up; a second at most."""
+        self._closed = True
         until = asyncio.get_running_loop().time() + 1.0
         with contextlib.suppress(Exception):
             if self._writer is not None:
@@ -252,6 +260,7 @@ class Seat:
 
     def __init__(self, hub: Hub, node: str, ours: str) -> None:
         self.term = hub.term
+        self.coordinator = node
         self.ours = ours
         self.generation = 0
         self._hub = hub

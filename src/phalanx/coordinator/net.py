@@ -14,6 +14,10 @@ DEFAULT_PORT = 29400
 """torchrun's, of its c10d backend."""
 
 
+REFUSED = "refused"
+"""Why, when the machine answers that nobody listens there."""
+
+
 class Unreachable(Exception):
     """Nothing can be had from an endpoint now; the text is a clause: refused, cannot be
     resolved, no answer, or the system's words."""
@@ -66,7 +70,7 @@ async def reach(endpoint: str, timeout: float, local: str = "") -> Reached:
             except (TimeoutError, asyncio.TimeoutError):
                 reason = "no answer"
             except ConnectionRefusedError:
-                reason = "refused"
+                reason = REFUSED
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
     raise Unreachable(reason)

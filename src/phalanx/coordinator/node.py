@@ -18,12 +18,13 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.coordinator import link, net, words
+from phalanx.coordinator import link, net, takeover, wire, words
 from phalanx.coordinator.hub import Hub, Machine
 from phalanx.coordinator.loop import Inbox, LoopThread, acquire, release
 from phalanx.coordinator.security import OPEN, Security
 from phalanx.coordinator.server import CoordinatorError, Job, Server
-from phalanx.rendezvous import model
+from phalanx.rendezvous import election, model
+from phalanx.rendezvous.state import State
 
 log = logging.getLogger("phalanx.coordinator")
 
@@ -70,14 +71,17 @@ class CoordinatorNode:
         *,
         machine: Machine,
         fresh: Callable[[int], Any],
+        recall: Callable[[int, float, model.Options, frozenset[str]], Any] = State.recall,
         line: Callable[[str], object] = log.info,
         record: Callable[[str, Mapping[str, object]], object] | None = None,
     ) -> None:
-        """``fresh(term)`` is the state of a coordinator that knows of nobody yet."""
+        """``fresh(term)`` is the state of a coordinator that knows of nobody yet, ``recall(term,
+        now, options, gone)`` of one that takes over from another."""
         self.plan = plan
         self.node = plan.node
         self._machine = machine
         self._fresh = fresh
+        self._recall = recall
         self._line = line
         self._record = record
         self._inbox = Inbox()
@@ -87,8 +91,16 @@ class CoordinatorNode:
         )
         self._server.accept = self._accept
         self._server.on_higher = self._higher
-        self._target = plan.endpoint  # where the coordinator is, or was last
+        self._server.ask = self._asked
+        self._server.asked = wire.kinds(election.Ask | election.Who | election.Lead)
+        self._target = self._server.moved = plan.endpoint  # where the coordinator is, or was last
         self._term = 0
+        self._coordinator = ""  # its node id
+        self._ballot = election.Ballot(plan.run_id)
+        self._roster: model.Roster | None = None
+        self._takeover = takeover.Takeover(plan.run_id, plan.security, plan.on_split)
+        self._heralds: set[asyncio.Task[None]] = set()
+        self._was_there = False  # there has been a coordinator
         self._connection: link.Connection | None = None
         self._joined = False
         self._unsaid: deque[model.Saying] = deque(maxlen=_KEPT)
@@ -189,28 +201,50 @@ class CoordinatorNode:
 
     async def _attend_once(self, connection: link.Connection) -> None:
         """One stream, from its Welcome to its end."""
-        self._term = max(self._term, connection.term)
-        self._server.term = max(self._server.term, self._term)
+        self._saw(connection.term)
+        self._coordinator = connection.coordinator
         self._connection, self._joined = connection, False
         self._alone = None
+        self._was_there = True
+        self._takeover.forget()
+        self._ballot = dataclasses.replace(self._ballot, following=self._target)
         self._inbox.put(words.Reached(self.node, connection.term, self._target))
-        how = ""
+        how = "it has moved"
         try:
             async for telling in connection.tellings():
-                if type(telling) is words.Moved:
-                    if telling.endpoint:
-                        self._target = telling.endpoint
-                    break
+                self._heed(telling)
                 self._inbox.put(telling)
         except link.LinkEnded as error:
             how = str(error)
         finally:
             self._connection = None
+            self._ballot = dataclasses.replace(self._ballot, following="")
             self._alone = time.monotonic()
             with contextlib.suppress(Exception):
                 await connection.close()
         if not self._closing:
-            self._inbox.put(words.Alone(how or "it has moved"))
+            self._inbox.put(words.Alone(how))
+
+    def _heed(self, telling: model.Telling) -> None:
+        """What of a telling matters when the coordinator is lost."""
+        ballot = self._ballot
+        if isinstance(telling, model.Roster):
+            self._roster = telling
+        elif isinstance(telling, model.Assign | model.Regroup):
+            generation = max(ballot.generation, telling.assignment.generation)
+            self._ballot = dataclasses.replace(ballot, generation=generation)
+        elif isinstance(telling, model.Over):
+            self._ballot = dataclasses.replace(ballot, verdict=telling.verdict)
+
+    def _saw(self, term: int) -> None:
+        self._term = max(self._term, term)
+        self._server.term = max(self._server.term, self._term)
+        if self._term > self._ballot.term:
+            self._ballot = dataclasses.replace(self._ballot, term=self._term, promised="")
+
+    def _aim(self, endpoint: str) -> None:
+        """The coordinator is there, as far as is known."""
+        self._target = self._server.moved = endpoint
 
     # --- finding it ---------------------------------------------------------------------------
 
@@ -260,11 +294,11 @@ class CoordinatorNode:
         self._server.hub = Hub(
             self._machine, state, self.plan.options, term=term, record=self._record
         )
-        self._target = self._server.address
+        self._aim(self._server.address)
 
     def _higher(self, term: int) -> None:
         """Somebody has been elected after us: step down."""
-        self._term = max(self._term, term)
+        self._saw(term)
         hub = self._server.hub
         if hub is not None and term > hub.term:
             self._line(f"another agent coordinates the job now (term {term})")
@@ -296,31 +330,21 @@ class CoordinatorNode:
         waiting = _Waiting(self._line, plan.options.join)
         pause = 0.05
         while True:
-            hub = self._server.hub
-            if hub is not None:
-                return link.Seat(hub, self.node.id, self.node.address)
-            try:
-                found = await link.attend(
-                    self._target,
-                    self._hello(),
-                    term=self._term,
-                    security=plan.security,
-                    silence=plan.silence,
-                    timeout=min(5.0, max(plan.silence, 1.0)),
-                    local=self.node.address if plan.local else "",
-                )
-                if isinstance(found, words.Moved):
-                    reason = "not the coordinator"
-                    if found.endpoint and found.endpoint != self._target:
-                        self._target, pause = found.endpoint, 0.05
-                        continue
-                else:
-                    if not self._server.address and not plan.separate:
-                        await self._listen(found.ours)
-                    self._named(found.ours, self._server.address)
-                    return found
-            except net.Unreachable as error:
-                reason = str(error)
+            reason = "nobody coordinates the job yet"
+            if self._ballot.verdict is not None:
+                await asyncio.get_running_loop().create_future()  # the agent goes by itself
+            if self._server.hub is not None:
+                return link.Seat(self._server.hub, self.node.id, self.node.address)
+            if self._target != self._server.address:
+                try:
+                    found = await self._try(self._target)
+                    if found is not None:
+                        return found
+                except net.Unreachable as error:
+                    reason = str(error)
+            if await self._elect():
+                pause = 0.05
+                continue
             waiting.say(self._target, reason)
             if waiting.over():
                 raise CoordinatorError(
@@ -330,12 +354,128 @@ class CoordinatorNode:
                 )
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))  # a back-off
             pause = min(pause * 1.6, 1.0)
+            if self._target != plan.endpoint and pause > 0.3:
+                # Whoever took over may be gone; the first one may be back.
+                self._aim(plan.endpoint if random.random() < 0.5 else self._target)
+
+    async def _try(self, endpoint: str) -> link.Connection | None:
+        """A stream to the coordinator there; None: it is not there (``_target`` may be new).
+
+        Raises Unreachable, and Refused.
+        """
+        plan = self.plan
+        found = await link.attend(
+            endpoint,
+            self._hello(),
+            term=self._term,
+            security=plan.security,
+            silence=plan.silence,
+            timeout=min(2.0, max(plan.silence, 1.0)),
+            local=self.node.address if plan.local else "",
+        )
+        if isinstance(found, words.Moved):
+            if found.endpoint and found.endpoint not in (endpoint, self._server.address):
+                self._aim(found.endpoint)
+            return None
+        if not self._server.address and not plan.separate:
+            await self._listen(found.ours)
+        self._named(found.ours, self._server.address)
+        return found
+
+    # --- taking over ----------------------------------------------------------------------------
+
+    async def _elect(self) -> bool:
+        """Whether there is a coordinator to be tried now: another, or this agent."""
+        roster = self._roster
+        if not self._was_there or self.plan.separate or roster is None:
+            return False
+        term = self._term + 1
+        if election.stands(roster, self.node.id):
+            own = election.Ask(
+                self.plan.run_id, term, self.node.id, self._server.address, self._ballot.generation
+            )
+            result = await self._takeover.attempt(
+                roster, own, self._promise_myself, lost=self._coordinator
+            )
+        else:
+            result = await self._takeover.follow(roster, self.node.id, lost=self._coordinator)
+        if self._closing:
+            return False
+        self._saw(result.term)
+        if result.verdict is not None:
+            self._ballot = dataclasses.replace(self._ballot, verdict=result.verdict)
+            self._inbox.put(model.Over(result.verdict))
+            return True
+        if result.won:
+            if self._term > term or self._ballot.promised != self.node.id:
+                return False  # overtaken meanwhile
+            self._become(term, roster, result.dead)
+            return True
+        if result.endpoint and result.endpoint != self._target:
+            self._aim(result.endpoint)
+            return True
+        return False
+
+    def _promise_myself(self, own: election.Ask) -> bool:
+        self._ballot, answer = election.vote(self._ballot, own)
+        return answer.granted
+
+    def _become(self, term: int, roster: model.Roster, dead: frozenset[str]) -> None:
+        self._line(f"this agent coordinates the job now (term {term})")
+        if self._record is not None:
+            self._record("coordinator_elected", {"term": term, "dead": sorted(dead)})
+        now = time.monotonic()
+        self._open_hub(self._recall(term, now, self.plan.options, dead), term)
+        others = {e for n, e in roster.nodes if e and n != self.node.id} | {self.plan.endpoint}
+        lead = election.Lead(self.plan.run_id, term, self.node.id, self._server.address)
+        herald = asyncio.create_task(self._herald(lead, others - {self._server.address}))
+        self._heralds.add(herald)
+        herald.add_done_callback(self._heralds.discard)
+
+    async def _herald(self, lead: election.Lead, endpoints: set[str]) -> None:
+        """Tells the places where somebody may not know it who leads: those that vanished, and
+        where the first coordinator may start again. Ends when it leads no more."""
+        pause = 0.2
+        while self._server.hub is not None and self._server.hub.term == lead.term:
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, 3.0)
+            hub = self._server.hub
+            if hub is None:
+                return
+            here = {n.endpoint for i, n in hub.nodes.items() if i in hub.chairs}
+            away = [e for e in endpoints if e not in here]
+            for term in await self._takeover.tell(lead, away):
+                self._higher(term)
+
+    async def _asked(self, value: Any) -> Any:
+        """Another agent's question."""
+        hub = self._server.hub
+        if isinstance(value, election.Ask):
+            ballot = self._ballot
+            if hub is not None:
+                ballot = dataclasses.replace(ballot, following=self._server.address)
+            ballot, answer = election.vote(ballot, value)
+            if answer.granted:
+                self._ballot = ballot
+                self._saw(value.term)
+                self._ballot = ballot
+                self._aim(value.endpoint)
+            return answer
+        if value.run_id != self.plan.run_id:
+            return election.Here(0)
+        if isinstance(value, election.Lead) and value.term > self._term:
+            self._aim(value.endpoint)
+            self._higher(value.term)
+            if self._connection is not None:
+                # A stream to one of a lower term is of no use any more.
+                await self._connection.close()
+        where = self._server.address if hub is not None else self._ballot.following
+        return election.Here(self._term, where)
 
     async def _listen(self, address: str) -> None:
         """Our own listener, for the day when this agent takes over."""
         ports = range(self.plan.ports[0], self.plan.ports[1] + 1) if self.plan.ports else (0,)
         await self._server.start(address, ports)
-        self._server.moved = self._target
 
     # --- leaving --------------------------------------------------------------------------------
 
@@ -349,6 +489,8 @@ class CoordinatorNode:
             await connection.close()
         if self._live_task is not None:
             self._live_task.cancel()
+        for herald in self._heralds:
+            herald.cancel()
         if hub is not None and hub.verdict is not None:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
                 await asyncio.wait_for(hub.empty.wait(), self.plan.linger)
