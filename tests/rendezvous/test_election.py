@@ -68,7 +68,9 @@ def test_a_majority_of_the_members() -> None:
     assert not e.won(three, "a", ("d",), (), "wait")  # a spare's promise is none
     assert e.won(three, "d", ("a", "b"), (), "wait")
     assert not e.won(three, "d", ("a",), (), "wait")
-    assert e.won(three, "a", (), ("b",), "wait")
+    assert not e.won(three, "a", (), ("b",), "wait")  # c may go on as well
+    assert e.won(three, "a", ("c",), ("b",), "wait")
+    assert e.won(three, "d", (), ("a", "b", "c"), "wait")
     assert not e.won(two, "a", (), (), "wait")
     assert e.won(two, "a", (), (), "continue")
     assert not e.won(two, "c", (), (), "continue")

@@ -10,14 +10,18 @@ from phalanx.rendezvous import budgets, forming, job
 from phalanx.rendezvous.job import Phase
 from phalanx.rendezvous.model import (
     Assign,
+    Commit,
     Join,
+    Lost,
     Over,
     Park,
     Refuse,
+    Refused,
     Roster,
     Said,
     Stop,
     Tick,
+    WorkerEvent,
 )
 
 
@@ -322,7 +326,8 @@ def test_workers_of_an_old_generation_are_stopped() -> None:
 
 
 def takeover(c: Cluster, gone: frozenset[str] = frozenset()) -> None:
-    c.state = job.State.recall(2, c.now, c.options, gone)
+    roster = c.agents["c" if "c" in c.agents else "a"].of(Roster)[-1]
+    c.state = job.State.recall(2, c.now, c.options, gone, roster=roster)
 
 
 def test_a_new_coordinator_stops_no_worker() -> None:
@@ -391,15 +396,12 @@ def test_the_newest_generation_counts() -> None:
     """The old coordinator died while it told of a new one."""
     c = Cluster(least=1, most=3)
     c.join("a", "b", "c")
-    c.agents["c"].stops = False
     held = c.agents["c"].held
     c.lose("b")
-    c.stop_now("c")
+    assert c.state.generation == 2
     c.agents["c"].held = held  # did not hear of the second
     takeover(c)
     c.join("a", "c")
-    c.agents["c"].stops = True
-    c.stop_now("c")
     c.pass_time(6)
     assert set(c.ranks) == {"a", "c"}
 
@@ -430,3 +432,96 @@ def test_one_node_cannot_speak_for_another() -> None:
     c.join("a")
     c.feed(Said("b", Join(c.agents["a"].node)))
     assert "b" not in c.state.peers
+
+
+# --- two sides of a cut ------------------------------------------------------------------------
+
+
+def cut(c: Cluster, *names: str) -> None:
+    for name in names:
+        del c.agents[name]
+        c.feed(Lost(name, "was silent for 5 s", certain=False))
+
+
+def test_less_than_a_majority_forms_nothing() -> None:
+    c = Cluster(least=1, most=3)
+    c.join("a", "b", "c")
+    cut(c, "b", "c")
+    assert c.ranks == {}
+    assert c.state.phase is Phase.GATHERING
+    c.feed(Lost("b", "nobody listens there"))  # certain now
+    assert c.ranks == {}
+    c.feed(Lost("c", "nobody listens there"))
+    assert c.ranks == {"a": (0,)}
+
+
+def test_a_majority_goes_on() -> None:
+    c = Cluster(least=1, most=3)
+    c.join("a", "b", "c")
+    cut(c, "a")
+    assert c.ranks == {"c": (0,), "b": (1,)}
+
+
+def test_the_wait_for_a_majority_ends() -> None:
+    c = Cluster(least=1, most=2)
+    c.join("a", "b")
+    cut(c, "b")
+    c.pass_time(61)
+    (over,) = c.agents["a"].of(Over)
+    assert "--on-split continue" in over.verdict.reason
+
+
+def test_one_of_two_goes_on_if_it_was_told_so() -> None:
+    c = Cluster(least=1, most=2, on_split="continue")
+    c.join("a", "b")
+    cut(c, "b")
+    assert c.ranks == {"a": (0,)}
+
+
+# --- who may commit ----------------------------------------------------------------------------
+
+
+def prepared(c: Cluster, name: str, generation: int, step: int) -> object:
+    rank = c.state.seat_of(name).ranks[0]  # type: ignore[union-attr]
+    c.say(name, WorkerEvent(generation, rank, "prepared", {"step": step}))
+    return c.agents[name].told[-1]
+
+
+def test_the_generation_that_runs_may_commit() -> None:
+    c = Cluster(least=2, most=2)
+    c.join("a", "b")
+    assert prepared(c, "b", 1, 100) == Commit(1, 1, 100, 5.0)
+    c.fail("a")
+    assert isinstance(prepared(c, "b", 1, 100), Refused)
+    assert isinstance(prepared(c, "b", 2, 100), Commit)
+
+
+def test_a_side_without_a_majority_may_not() -> None:
+    c = Cluster(least=1, most=3)
+    c.join("a", "b", "c")
+    c.agents["a"].stops = False
+    cut(c, "b", "c")
+    assert isinstance(prepared(c, "a", 1, 100), Refused)
+
+
+def test_no_generation_forms_while_a_word_to_commit_is_good() -> None:
+    c = Cluster(least=1, most=3)
+    c.join("a", "b", "c")
+    prepared(c, "c", 1, 100)
+    cut(c, "c")
+    assert c.ranks == {}
+    c.pass_time(4)
+    assert c.ranks == {}
+    c.pass_time(1)
+    assert set(c.ranks) == {"a", "b"}
+
+
+def test_after_a_takeover_the_question_is_asked_again() -> None:
+    c = Cluster(least=2, most=2)
+    c.join("a", "b")
+    takeover(c)
+    c.join("a")
+    c.say("a", WorkerEvent(1, 0, "prepared", {"step": 7}))
+    assert not c.agents["a"].of(Commit)
+    c.join("b")
+    assert c.agents["a"].of(Commit)

@@ -17,6 +17,7 @@ from phalanx.rendezvous.model import (
     Progress,
     Recovered,
     Regroup,
+    Roster,
     Share,
     Stop,
     WorkerEvent,
@@ -282,7 +283,8 @@ def test_the_old_coordinator_told_only_some_of_a_generation() -> None:
 def test_the_old_coordinators_node_is_replaced_by_a_spare_in_place() -> None:
     c = running()
     del c.agents["a"]
-    c.state = job.State.recall(2, c.now, c.options, frozenset({"a"}))
+    roster = c.agents["b"].of(Roster)[-1]
+    c.state = job.State.recall(2, c.now, c.options, frozenset({"a"}), roster=roster)
     come_back(c, "c")
     come_back(c, "b")
     assert c.ranks == {"c": (0, 1), "b": (2, 3)}

@@ -2,8 +2,8 @@
 
 Agents stand in the order of the roster; the first of them that lives asks the members of the last
 generation for the next term. A member promises each term once, and none while it still
-hears a coordinator. A majority of the members, the candidate and those that are dead for
-certain counted in, makes it coordinator; so of two halves of a job at most one has one.
+hears a coordinator. A majority of the members, those that are dead for certain left out, makes
+it coordinator; so of two halves of a job at most one has one.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def won(
     a split were started so, both do.
     """
     members = {node for node, _ in roster.nodes[: roster.members]}
-    agreed = ({me} | set(promises) | set(dead)) & members
-    if 2 * len(agreed) > len(members):
+    living = members - set(dead)
+    agreed = ({me} | set(promises)) & living
+    if 2 * len(agreed) > len(living) or not living:
         return True
     return len(members) == 2 and me in members and on_split == "continue"

@@ -112,7 +112,12 @@ def settle(turn: Turn) -> None:
 
 
 def _gather(turn: Turn) -> None:
-    state, options, now = turn.state, turn.options, turn.now
+    options, now = turn.options, turn.now
+    for wait in ("start_at", "fence_until"):
+        due = getattr(turn.state, wait)
+        if due is not None and now >= due:
+            turn.set(**{wait: None})
+    state = turn.state
     out_of_time = state.gather_by is not None and now >= state.gather_by
     count = how_many(turn, spares=state.generation > 0 or out_of_time)
     if count < options.least:
@@ -123,7 +128,8 @@ def _gather(turn: Turn) -> None:
         elif state.gather_by is None:
             turn.set(gather_by=now + options.join, call_by=None)
         return
-    turn.set(gather_by=None)
+    if state.has_quorum(options):
+        turn.set(gather_by=None)
     if state.generation == 0 and count < options.most and not out_of_time:
         if state.call_by is None:
             turn.set(call_by=now + options.last_call)
@@ -131,7 +137,16 @@ def _gather(turn: Turn) -> None:
         if now < turn.state.call_by:
             return
     turn.set(call_by=None)
-    if state.start_at is not None and now < state.start_at:
+    if state.start_at is not None:
+        return
+    if not state.has_quorum(options):
+        if state.gather_by is None:
+            turn.set(gather_by=now + options.join)
+            turn.note("no_majority", unsure=sorted(state.unsure))
+        elif out_of_time:
+            finish(turn, Verdict(False, NO_RENDEZVOUS, _no_majority(turn)))
+        return
+    if state.unsure and state.fence_until is not None:
         return
     chosen = choose(turn, spares=state.generation > 0 or out_of_time)
     seats = ranks.seats([p.node for p in chosen], state.seats)
@@ -150,6 +165,14 @@ def _too_few(turn: Turn, count: int) -> str:
     return (
         f"{count} of at least {options.least} nodes were there after {options.join:g} s: start "
         "the others, or ask for fewer (--nnodes MIN:MAX) or more time (--rdzv-conf join_timeout)"
+    )
+
+
+def _no_majority(turn: Turn) -> str:
+    lost, count = len(turn.state.unsure), len(turn.state.seats)
+    return (
+        f"{lost} of {count} nodes cannot be reached and may go on by themselves: this side is "
+        "no majority (for two nodes --on-split continue goes on all the same)"
     )
 
 
@@ -174,6 +197,7 @@ def assign(turn: Turn, seats: tuple[Seat, ...], host: str) -> None:
         store=state.peers[host].offer,
         host_of_store=host,
         done=frozenset(),
+        unsure=frozenset(),
         began=turn.now,
         furthest=None,
         pace=0.0,

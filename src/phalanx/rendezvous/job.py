@@ -40,7 +40,7 @@ def advance(state: State, event: Event, now: float, options: Options) -> tuple[S
     if isinstance(event, Tick):
         _tick(turn)
     elif isinstance(event, Lost):
-        _departed(turn, event.node, event.how)
+        _departed(turn, event.node, event.how, certain=event.certain)
     elif isinstance(event.what, Join):
         _join(turn, event.node, event.what)
     elif event.node not in state.peers:
@@ -87,18 +87,24 @@ def _tick(turn: Turn) -> None:
     settle(turn)
 
 
-def _departed(turn: Turn, node: str, why: str) -> None:
+def _departed(turn: Turn, node: str, why: str, *, certain: bool = True) -> None:
     state = turn.state
     if node not in state.peers:
+        if certain and node in state.unsure:
+            turn.set(unsure=state.unsure - {node}, gone=state.gone | {node})
+            _recall(turn) if state.phase is Phase.RECALL else settle(turn)
         return
     if state.phase is Phase.OVER:
         turn.drop(node)
     elif state.phase is Phase.RECALL:
-        turn.set(gone=state.gone | {node})
+        if certain:
+            turn.set(gone=state.gone | {node})
+        else:
+            turn.set(unsure=state.unsure | {node})
         turn.drop(node)
         _recall(turn)
     else:
-        running.departed(turn, node, why)
+        running.departed(turn, node, why, certain=certain)
 
 
 # --- coming -------------------------------------------------------------------------------
@@ -151,6 +157,9 @@ def _peer(turn: Turn, what: Join) -> Peer:
     runs = what.held.generation if what.held else 0
     peer = Peer(what.node, since, what.offer, runs, what.held, what.share)
     turn.put(peer)
+    node = what.node.id
+    if node in turn.state.unsure or node in turn.state.gone:
+        turn.set(unsure=turn.state.unsure - {node}, gone=turn.state.gone - {node})
     return peer
 
 
@@ -162,7 +171,9 @@ def _new(turn: Turn, node: str, what: Join) -> None:
     if peer.runs and state.generation == 0 and state.phase is Phase.GATHERING:
         # we have forgotten: a coordinator that was started again
         recall_by = turn.now + turn.options.recall
-        turn.set(phase=Phase.RECALL, recall_by=recall_by, gather_by=None, call_by=None)
+        fence = turn.now + turn.options.commit_within
+        turn.set(phase=Phase.RECALL, recall_by=recall_by, fence_until=fence)
+        turn.set(gather_by=None, call_by=None)
     if turn.state.phase is Phase.RECALL:
         _recall(turn)
     elif peer.runs:

@@ -140,7 +140,9 @@ class WorkerEvent:
     """What happened to the worker of ``rank``: the events of ``recovery.episode`` by name.
 
     ``kind``: hello, died, fault, left, good_step, finished, stopped_at, dumped; ``data`` are the
-    fields of that event without the rank. ``died`` may have ``returncode`` and ``end`` too, as
+    fields of that event without the rank. ``prepared`` (``step``): a checkpoint is written but
+    for its mark, the answer is Commit or Refused; said again after each Join without an answer.
+    ``died`` may have ``returncode`` and ``end`` too, as
     in ``Failed``: what ends the job is told with them.
     """
 
@@ -254,6 +256,28 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class Commit:
+    """The checkpoint that ``rank`` has prepared may have its mark, within so many seconds from
+    when it was prepared: until then no generation forms that the writer does not know of.
+    """
+
+    generation: int
+    rank: int
+    step: int
+    within: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    """It may not: another generation may have been formed."""
+
+    generation: int
+    rank: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Refuse:
     """You cannot take part; ``reason`` says why and what to do. The agent ends."""
 
@@ -281,7 +305,20 @@ class Over:
     verdict: Verdict
 
 
-Telling = Assign | Park | Stop | Regroup | Kill | Recovered | Dump | Refuse | Roster | Over
+Telling = (
+    Assign
+    | Park
+    | Stop
+    | Regroup
+    | Kill
+    | Recovered
+    | Dump
+    | Commit
+    | Refused
+    | Refuse
+    | Roster
+    | Over
+)
 
 # --- events and effects of the coordinator's machine ------------------------------------------
 
@@ -296,10 +333,16 @@ class Said:
 
 @dataclass(frozen=True)
 class Lost:
-    """The node's connection closed, or it was silent for too long; ``how`` is a clause."""
+    """The node's connection closed, or it was silent for too long; ``how`` is a clause.
+
+    ``certain``: its agent has ended (its machine answers that nobody listens at its endpoint).
+    Else it may live beyond a cut, and go on with those on its side; so nothing is formed here
+    by less than a majority. Said again with ``certain`` true when that is known later.
+    """
 
     node: str
     how: str
+    certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -337,7 +380,9 @@ class Options:
     after losses; ``last_call``: how long more are waited for once ``least`` are there, for the
     first generation only; ``rejoin``: how long a forming generation waits for live members to
     stop their workers; ``recall``: how long a new coordinator waits for the members of the last
-    generation to come. ``spares`` nodes beyond ``most`` wait; further ones do too.
+    generation to come. ``on_split``: "wait" or "continue" when one of two nodes may be beyond a
+    cut. ``commit_within``: how long a word to commit is good for. ``spares`` nodes beyond
+    ``most`` wait; further ones do too.
     """
 
     least: int = 1
@@ -350,6 +395,8 @@ class Options:
     max_restarts: int = 3
     in_place: bool = True
     elastic: bool = False
+    on_split: str = "wait"
+    commit_within: float = 5.0
     node_failures: int = 3
     quarantine: float = 600.0
     epoch: int = 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from phalanx.rendezvous.forming import grow, park_others, settle
 from phalanx.rendezvous.model import Assignment, Seat, Stop
 from phalanx.rendezvous.running import lose_share
@@ -19,7 +22,8 @@ def complete(state: State) -> bool:
     newest = _newest(state)
     if newest is None:
         return False
-    return len(_members(state, newest)) + len(state.gone) >= newest.groups
+    away = len(state.gone) + len(state.unsure)
+    return len(_members(state, newest)) + away >= newest.groups
 
 
 def _members(state: State, newest: Assignment) -> list[tuple[Peer, Assignment]]:
@@ -44,20 +48,20 @@ def rebuild(turn: Turn) -> list[str]:
     """
     state = turn.state
     newest = _newest(state)
-    turn.set(recall_by=None, heard=(), gone=frozenset())
+    turn.set(recall_by=None, heard=(), gone=frozenset(), unsure=frozenset(), roster=None)
     if newest is None:
         turn.set(phase=Phase.GATHERING)
         return []
     members = _members(state, newest)
-    held = {rank for _, share in members for rank in share.seat.ranks}
-    missing = _gaps(sorted(set(range(newest.world)) - held), newest)
-    seats = [*(share.seat for _, share in members), *missing]
-    turn.seat(tuple(sorted(seats, key=lambda seat: seat.ranks)))
+    base = min(share.generation for _, share in members)
+    seats = _all_seats(newest, [share.seat for _, share in members], _names(state, newest, base))
+    missing = [seat.node for seat in seats if seat.node not in state.peers]
+    turn.seat(seats)
     turn.set(
         phase=Phase.RUNNING,
         generation=newest.generation,
         attempt=newest.attempt,
-        base=min(share.generation for _, share in members),
+        base=base,
         born={
             share.seat.ranks[local]: share.generation
             for _, share in members
@@ -67,6 +71,7 @@ def rebuild(turn: Turn) -> list[str]:
         host_of_store=newest.host_of_store,
         began=turn.now,
         peak=max(state.peak, newest.groups),
+        unsure=frozenset(missing) - state.gone,
         spent=max(0, turn.options.max_restarts - newest.restarts_left),
     )
     turn.note(
@@ -77,6 +82,9 @@ def rebuild(turn: Turn) -> list[str]:
     )
     for peer in list(state.peers.values()):
         seat = turn.state.seat_of(peer.node.id)
+        if seat is not None and (peer.held is None or peer.held.seat != seat):
+            missing.append(peer.node.id)  # it has not heard of its seat
+            seat = None
         runs = peer.runs
         if peer.held is not None and seat is None:
             turn.tell(peer.node.id, Stop(peer.held.generation, "this generation is over"))
@@ -85,18 +93,40 @@ def rebuild(turn: Turn) -> list[str]:
             if peer.held.generation < newest.generation:
                 tell_regroup(turn, seat, peer.held.generation)
         turn.change(peer.node.id, runs=runs, held=None, share=None)
-    return [seat.node for seat in missing]
+    return missing
 
 
-def _gaps(ranks: list[int], newest: Assignment) -> list[Seat]:
-    """Seats for ranks nobody holds: of the newest's size where they can be, else as they lie."""
+def _names(state: State, newest: Assignment, base: int) -> tuple[str, ...]:
+    """The members by their seats, if what is known of them belongs to this group."""
+    roster = state.roster
+    if roster is None or not base <= roster.generation <= newest.generation:
+        return ()
+    names = tuple(node for node, _ in roster.nodes[: roster.members])
+    return names if len(names) == newest.groups else ()
+
+
+def _all_seats(newest: Assignment, known: Sequence[Seat], names: Sequence[str]) -> tuple[Seat, ...]:
+    """The seats of the group, also those for whose ranks nobody came: of the newest's size
+    where they can be, else one for each rank, and under a made-up name where none is known.
+    """
+    held = {rank for seat in known for rank in seat.ranks}
     size = len(newest.seat.ranks)
     if newest.world != size * newest.groups:
         size = 1
     blocks: dict[int, list[int]] = {}
-    for rank in ranks:
-        blocks.setdefault(rank // size, []).append(rank)
-    return [Seat(f"lost-{block}", tuple(found)) for block, found in blocks.items()]
+    for rank in range(newest.world):
+        if rank not in held:
+            blocks.setdefault(rank // size, []).append(rank)
+    gaps = {tuple(ranks): f"lost-{block}" for block, ranks in blocks.items()}
+    seats = [*known, *(Seat(name, ranks) for ranks, name in gaps.items())]
+    seats.sort(key=lambda seat: seat.ranks)
+    taken = {seat.node for seat in known}
+    if len(seats) == len(names):
+        seats = [
+            replace(seat, node=name) if seat.ranks in gaps and name not in taken else seat
+            for seat, name in zip(seats, names, strict=True)
+        ]
+    return tuple(seats)
 
 
 def lose(turn: Turn, missing: list[str]) -> None:

@@ -8,8 +8,10 @@ from phalanx.rendezvous import sessions
 from phalanx.rendezvous.budgets import fault
 from phalanx.rendezvous.forming import finish, grow, hurry, settle, stop_all
 from phalanx.rendezvous.model import (
+    Commit,
     Failed,
     Progress,
+    Refused,
     Share,
     Stopped,
     Succeeded,
@@ -31,7 +33,9 @@ def failed(turn: Turn, node: str, what: Failed) -> None:
 
 
 def worker_event(turn: Turn, node: str, what: WorkerEvent) -> None:
-    if turn.state.phase is Phase.RUNNING:
+    if what.kind == "prepared":
+        commit(turn, node, what)
+    elif turn.state.phase is Phase.RUNNING:
         sessions.worker_event(turn, node, what)
     elif what.kind in ("died", "fault") and turn.state.seat_of(node) is not None:
         hurry(turn, f"rank {what.rank} cannot finish the step")
@@ -76,13 +80,34 @@ def stopped(turn: Turn, node: str, what: Stopped) -> None:
         lose_share(turn, node, f"the workers on {turn.name(node)} were stopped")
 
 
-def departed(turn: Turn, node: str, why: str) -> None:
+def commit(turn: Turn, node: str, what: WorkerEvent) -> None:
+    """Whether a checkpoint may count: while this is the job, and its generation the last."""
+    state, step = turn.state, what.data.get("step")
+    seat = state.seat_of(node)
+    if seat is None or what.rank not in seat.ranks or not isinstance(step, int):
+        return
+    why = ""
+    if what.generation != state.generation or state.phase not in (Phase.RUNNING, Phase.STOPPING):
+        why = f"generation {what.generation} is over"
+    elif not state.has_quorum(turn.options):
+        why = "the other nodes cannot be reached, and may go on by themselves"
+    if why:
+        turn.tell(node, Refused(what.generation, what.rank, step, why))
+        return
+    within = turn.options.commit_within
+    turn.set(fence_until=turn.now + within)
+    turn.tell(node, Commit(what.generation, what.rank, step, within))
+
+
+def departed(turn: Turn, node: str, why: str, *, certain: bool = True) -> None:
     """The node is gone. Its share counts as done if it was."""
     state = turn.state
     member = state.seat_of(node) is not None
     name = turn.name(node)
     turn.drop(node)
-    turn.note("node_gone", node=node, why=why, member=member)
+    if member and not certain:
+        turn.set(unsure=state.unsure | {node})
+    turn.note("node_gone", node=node, why=why, member=member, certain=certain)
     if state.phase is Phase.RUNNING and member and node not in state.done:
         lose_share(turn, node, f"{name} {why}")
     else:

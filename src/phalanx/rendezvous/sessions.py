@@ -131,6 +131,9 @@ def substitute(turn: Turn, seat: Seat) -> Peer | None:
     state = turn.state
     if state.machine is None or state.machine.over is not None or not turn.options.in_place:
         return None
+    fenced = state.fence_until is not None and turn.now < state.fence_until
+    if state.unsure and (fenced or not state.has_quorum(turn.options)):
+        return None
     place = state.places[seat.node]
     fitting = (
         p
@@ -149,7 +152,7 @@ def move_in(turn: Turn, seat: Seat, peer: Peer, why: str) -> None:
     seats = list(state.seats)
     seats[place] = Seat(peer.node.id, seat.ranks)
     turn.seat(tuple(seats))
-    turn.set(moved_in=state.moved_in | {peer.node.id})
+    turn.set(moved_in=state.moved_in | {peer.node.id}, unsure=state.unsure - {seat.node})
     turn.note("seat_taken", node=peer.node.id, of=seat.node, ranks=list(seat.ranks))
     step(turn, ep.Gone(seat.ranks, why), arriving=peer.node.id)
 

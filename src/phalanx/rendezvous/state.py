@@ -84,6 +84,8 @@ class State:
     born: Mapping[int, int] = field(default_factory=dict)  # since then: ranks started in place
     store: str = ""
     host_of_store: str = ""
+    unsure: frozenset[str] = frozenset()  # members that are lost and may live beyond a cut
+    fence_until: float | None = None  # until then a member that is lost may use a word to commit
     done: frozenset[str] = frozenset()  # nodes whose workers have all ended well
     began: float = 0.0
     furthest: int | None = None  # the last finished step that anybody told of
@@ -102,6 +104,7 @@ class State:
     start_at: float | None = None  # the back-off after a fault
     recall_by: float | None = None
     gone: frozenset[str] = frozenset()  # in RECALL: members that will not come
+    roster: Roster | None = None  # in RECALL: the last coordinator's
     heard: tuple[tuple[str, Saying], ...] = ()  # in RECALL: what was said and is yet to be taken
     attempts: tuple[policy.Attempt, ...] = ()  # those that a fault ended
     spent: int = 0  # restarts used under earlier coordinators
@@ -116,17 +119,27 @@ class State:
 
     @staticmethod
     def recall(
-        term: int, now: float, options: Options, gone: frozenset[str] = frozenset()
+        term: int,
+        now: float,
+        options: Options,
+        gone: frozenset[str] = frozenset(),
+        absent: frozenset[str] = frozenset(),
+        roster: Roster | None = None,
     ) -> State:
-        """After a takeover: the members of the last generation are waited for, but not those
-        ``gone``; what runs is what they say.
+        """After a takeover: the members of the last generation are waited for; what runs is
+        what they say. Not waited for are those ``gone`` (their agents have ended for certain)
+        and those ``absent`` (who do not answer, like the last coordinator's node). ``roster``:
+        the last that is known.
         """
         return State(
             term=term,
             epoch=options.epoch,
             phase=Phase.RECALL,
             recall_by=now + options.recall,
+            fence_until=now + options.commit_within,
+            roster=roster,
             gone=gone,
+            unsure=absent - gone,
         )
 
     @property
@@ -146,6 +159,16 @@ class State:
         place = bisect_right(self.seats, rank, key=lambda seat: seat.ranks[0]) - 1
         return self.seats[place].node
 
+    def has_quorum(self, options: Options) -> bool:
+        """Whether no other side of a cut can have a majority of the last generation's members:
+        what is formed or committed here is then the job's.
+        """
+        if not self.unsure:
+            return True
+        here = sum(seat.node in self.peers for seat in self.seats)
+        lost = sum(seat.node in self.unsure for seat in self.seats)
+        return here > lost or (len(self.seats) == 2 and options.on_split == "continue")
+
     def is_out(self, node: str) -> bool:
         """Whether the node is left out for its faults."""
         record = self.records.get(node)
@@ -163,6 +186,7 @@ def next_deadline(state: State) -> float | None:
             state.call_by,
             state.offer_by,
             state.start_at,
+            state.fence_until if state.unsure and state.phase is Phase.GATHERING else None,
             *let_in,
         ),
         Phase.STOPPING: (state.stop_by,),
