@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.made
+LIBRARIES := .venv-libraries
+PEERS := .venv-peers
 MINUTES ?= 10
 SEED ?= 1
 
-.PHONY: demo test test-repeat lint types conformance bench proof chaos recovery-tour compat \
+.PHONY: demo test test-libraries test-repeat lint types conformance bench proof chaos recovery-tour compat \
 	bench-training bench-controller generated clean
 
 $(STAMP): pyproject.toml
@@ -20,6 +22,16 @@ demo: $(STAMP)  ## train on 4 workers, lose one, go on
 
 test: $(STAMP)  ## the whole suite; what waits for processes leaves the processors to others
 	$(PY) -m pytest -n 3 --dist loadfile
+
+$(LIBRARIES)/.made: pyproject.toml
+	$(PYTHON) -m venv $(LIBRARIES)
+	$(LIBRARIES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
+	$(LIBRARIES)/bin/python -m pip install --quiet --disable-pip-version-check lightning transformers \
+		accelerate pytest pytest-timeout -e '.[stacks]'
+	touch $@
+
+test-libraries: $(LIBRARIES)/.made  ## Lightning, Hugging Face and Accelerate, the real ones
+	$(LIBRARIES)/bin/python -m pytest -p no:xdist -c pyproject.toml tests/libraries
 
 test-repeat: $(STAMP)  ## the tests with real processes, ten times in a row
 	for i in 1 2 3 4 5 6 7 8 9 10; do $(PY) -m pytest -m process || exit 1; done
@@ -60,4 +72,4 @@ generated: $(STAMP)  ## the generated code and tables, anew
 	$(PY) -m phalanx.recovery.render docs/recovery-protocol.md
 
 clean:
-	rm -rf $(VENV) out build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIBRARIES) $(PEERS) out build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
