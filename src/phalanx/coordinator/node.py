@@ -71,7 +71,7 @@ class CoordinatorNode:
         *,
         machine: Machine,
         fresh: Callable[[int], Any],
-        recall: Callable[[int, float, model.Options, frozenset[str]], Any] = State.recall,
+        recall: Callable[..., Any] = State.recall,
         line: Callable[[str], object] = log.info,
         record: Callable[[str, Mapping[str, object]], object] | None = None,
     ) -> None:
@@ -425,7 +425,9 @@ class CoordinatorNode:
         if self._record is not None:
             self._record("coordinator_elected", {"term": term, "dead": sorted(dead)})
         now = time.monotonic()
-        self._open_hub(self._recall(term, now, self.plan.options, dead), term)
+        absent = frozenset({self._coordinator}) - {self.node.id, ""}
+        state = self._recall(term, now, self.plan.options, dead, absent, roster)
+        self._open_hub(state, term)
         others = {e for n, e in roster.nodes if e and n != self.node.id} | {self.plan.endpoint}
         lead = election.Lead(self.plan.run_id, term, self.node.id, self._server.address)
         herald = asyncio.create_task(self._herald(lead, others - {self._server.address}))
