@@ -16,6 +16,18 @@ __all__ = ["run_job"]
 
 def run_job(config: JobConfig) -> int:
     """Run a job; returns the exit status."""
+    import signal
+
+    # Nobody is there to take them yet: they wait until JobSignals is installed.
+    early = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, early)
+    try:
+        return _run_job(config)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run_job(config: JobConfig) -> int:
     import os
 
     from phalanx.process.supervisor import Supervisor

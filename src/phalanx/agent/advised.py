@@ -8,7 +8,6 @@ the machine itself is asked: it is pure, so it can be asked without anything hap
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.agent import report
 from phalanx.agent.counsel import Counsel
 from phalanx.agent.inplace import InPlace, episodes
+from phalanx.process import pause
 from phalanx.recovery import counsel as c
 from phalanx.recovery import words
 from phalanx.recovery.counsel import Trouble
@@ -144,7 +144,7 @@ class Advised(InPlace):
         """What the machine would do, with only this strategy (None: as it likes)."""
         assert self._machine is not None
         bounds = self._bounds(only)
-        return list(episodes().advance(self._machine, event, time.monotonic(), bounds)[1])
+        return list(episodes().advance(self._machine, event, pause.now(), bounds)[1])
 
     def _offer(self, event: ep.Event) -> tuple[str, ...]:
         """The strategies of the ladder that the machine could take."""
@@ -161,7 +161,7 @@ class Advised(InPlace):
         if isinstance(event, ep.Tick):
             assert self._machine is not None
             suspicion = self._machine.suspicion
-            if suspicion is None or time.monotonic() < suspicion[0]:
+            if suspicion is None or pause.now() < suspicion[0]:
                 return ()
             event = suspicion[1]
         if isinstance(event, ep.Died):
@@ -274,7 +274,7 @@ class Advised(InPlace):
             for event, _ in self._held:
                 self._halting.discard(getattr(event, "rank", -1))
             self.hands.leave(self._halting, self.crew.generation)
-            self._halt_by = time.monotonic() + self.counsel.settings.timeout / 2
+            self._halt_by = pause.now() + self.counsel.settings.timeout / 2
         if not self._halting:
             self._halted()
 

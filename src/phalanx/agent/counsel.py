@@ -12,11 +12,11 @@ import logging
 import queue
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from phalanx.process import pause
 from phalanx.recovery import counsel as c
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Counsel:
 
     def tell(self, event: c.Event) -> list[c.Effect]:
         """What the agent has to do about something that it has seen."""
-        self.state, effects = c.advance(self.state, event, time.monotonic())
+        self.state, effects = c.advance(self.state, event, pause.now())
         return [effect for effect in effects if not self._say(effect)]
 
     def heard(self) -> list[c.Effect]:
@@ -105,7 +105,7 @@ class Counsel:
                     reason=signal.reason,
                 )
             todo += self.tell(event)
-        if self.due is not None and time.monotonic() >= self.due:
+        if self.due is not None and pause.now() >= self.due:
             todo += self.tell(c.Tick())
         return todo
 

@@ -28,7 +28,7 @@ from phalanx.agent.streams import Streams
 from phalanx.elastic.agent.server import worker_env
 from phalanx.elastic.multiprocessing.api import wall_ns
 from phalanx.elastic.multiprocessing.errors import ProcessFailure
-from phalanx.process import errorfile, syscalls
+from phalanx.process import errorfile, pause, syscalls, tree
 from phalanx.process.channel import ChannelClosed, ChannelFull, Message
 from phalanx.process.supervisor import (
     StartOrder,
@@ -55,11 +55,18 @@ START_SECONDS = 600.0
 PREPARE_AFTER = 1.0
 """Seconds after a start when the next set of warm workers is forked."""
 
+PATIENCE = 30.0
+"""Seconds after its start during which a worker is given time to install signal handlers."""
+
+LATE_TICK = 0.1
+"""Seconds between two looks whether it has: nothing tells of it."""
+
 SAID_LIMIT = 1000
 """How many messages of one worker the events record takes."""
 
 TIMER_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+_STOP = signal.SIGSTOP  # a worker leads a session: SIGTSTP would not stop it
 
 
 class CannotStart(RuntimeError):
@@ -91,6 +98,8 @@ class Crew:
         self.health = health
         self._bound = self._bind()
         self.streams = Streams(config)
+        if self.streams.temporary is not None:
+            supervisor.tidy(self.streams.temporary)
         self.host = socket.gethostname()
         self.workers: dict[int, WorkerProcess] = {}  # those that hold the ranks now
         self.ranks: Sequence[int] = ()  # the global rank of each local one
@@ -109,6 +118,11 @@ class Crew:
         self._oom: OomWatch | None = None
         self._marks: dict[int, Mark] = {}  # by worker id
         self._hangs = HangWatch(config.hang_limits) if config.hang_limits else None
+        self.stop_asked: Callable[[], bool] = lambda: False  # a start under way ends early
+        # signals for the program that came before it can have said what it does with them
+        self._late: list[tuple[WorkerProcess, int]] = []
+        self._starting = False
+        self._for_next: list[int] = []  # those for who is being started, or will be next
         self._looking = False  # stacks are being saved by another thread
         self._found: deque[Mapping[WorkerProcess, str]] = deque()  # what it has looked into
         # set by whoever can have all ranks leave their step: (one of them, why) -> whether they are
@@ -164,9 +178,10 @@ class Crew:
             _forget(path)
             envs[local_rank].setdefault("TORCHELASTIC_ERROR_FILE", path)
         self._all, self.hung, self.workers, self._marks = [], {}, {}, {}
+        self._late = []
 
     def start(self) -> list[WorkerProcess]:
-        """Start a process for every local rank, all or none.
+        """Start a process for every local rank, all or none; fewer only when ``stop_asked``.
 
         Raises CannotStart, SupervisorError.
         """
@@ -191,7 +206,10 @@ class Crew:
         Raises CannotStart, SupervisorError.
         """
         extra = {**(env or {}), "PHALANX_JOIN": "1", "PHALANX_GENERATION": str(generation)}
-        (worker,) = self._launch([local_rank], extra)
+        started = self._launch([local_rank], extra)
+        if not started:
+            raise SupervisorError("the job is being stopped")
+        (worker,) = started
         self.workers[local_rank] = worker
         self._hand_over(worker)
         self.events.record(
@@ -201,7 +219,7 @@ class Crew:
 
     def prepare_later(self) -> None:
         """Have warm workers for the next start forked in a moment (``PREPARE_AFTER``)."""
-        self._prepare_at = time.monotonic() + PREPARE_AFTER
+        self._prepare_at = pause.now() + PREPARE_AFTER
 
     def _launch(self, local_ranks: Iterable[int], extra: Mapping[str, str]) -> list[WorkerProcess]:
         orders, opened = [], []
@@ -222,10 +240,14 @@ class Crew:
                         warm=self.config.starts_warm and not self._differs(env),
                     )
                 )
-            started = self.supervisor.start(orders, START_SECONDS)
+            self._starting = True
+            started = self.supervisor.start(orders, START_SECONDS, self.stop_asked)
+            numbers, self._for_next = self._for_next, []
+            self._late += [(w, number) for number in numbers for w in started]
         except (OSError, ValueError) as error:
             raise _cannot_start(error) from error
         finally:
+            self._starting = False
             for fd in opened:
                 os.close(fd)
         # a page keeps a descriptor open for as long as its worker is remembered
@@ -412,8 +434,9 @@ class Crew:
         )
 
     def due(self) -> float | None:
-        """When the next ``tick`` has something to do, in monotonic seconds."""
-        return self._prepare_at
+        """When the next ``tick`` has something to do, in seconds of ``pause.now``."""
+        soon = pause.now() + LATE_TICK if self._late else None
+        return min((t for t in (soon, self._prepare_at) if t is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Standbys that are due, hangs, and those that other threads condemned."""
@@ -424,6 +447,7 @@ class Crew:
                     self.supervisor.prepare(self.config.nproc)
                 except SupervisorError:
                     return  # the keeper is lost: the next wait tells
+        self._send_late()
         # Who is looked into by another process stands still meanwhile, so one hang at a time.
         if self._hangs is not None and not self._looking:
             hung = self._hangs.look(self.workers.values(), now)
@@ -480,7 +504,7 @@ class Crew:
     def forgive(self) -> None:
         """Let everybody's silence count from now: they are called to another generation."""
         if self._hangs is not None:
-            self._hangs.forgive(time.monotonic())
+            self._hangs.forgive(pause.now())
 
     def condemn(self, worker: WorkerProcess, why: str) -> None:
         """Have the loop end a worker that hangs. From any thread: only the loop's own may
@@ -532,6 +556,7 @@ class Crew:
             from phalanx.elastic.timer import FileTimerServer
 
             path = path or os.path.join(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}")
+            self.supervisor.tidy(path)
             self._watchdog = FileTimerServer(
                 path,
                 self.config.run_id,
@@ -601,14 +626,48 @@ class Crew:
         self._kept.clear()
 
     def pass_on(self, number: int) -> None:
-        """A signal for the program: to every worker alone."""
-        for worker in self.supervisor.running():  # ours may still be in the making
-            if worker.alive:
-                try:
-                    # not worker.signal(): that would count as a stop of ours
-                    syscalls.pidfd_send_signal(worker.pidfd, number)
-                except OSError:
-                    pass
+        """A signal for the program: to every worker alone, in a start under way too.
+
+        For a signal handler. One that would end a program that has only just begun, and has
+        had no time to say what it does with it, waits for that (``PATIENCE``).
+        """
+        living = [w for w in list(self.workers.values()) if w.alive]
+        self._late += [(w, number) for w in living]
+        if self._starting or not living:
+            self._for_next.append(number)
+        self.supervisor.wake()
+
+    def _send_late(self) -> None:
+        late, self._late = self._late, []
+        for worker, number in late:
+            if not worker.alive:
+                continue
+            young = time.monotonic_ns() - worker.started_ns < PATIENCE * 1e9
+            if young and not tree.expects(worker.pid, number):
+                self._late.append((worker, number))
+                continue
+            try:
+                # not worker.signal(): that would count as a stop of ours
+                syscalls.pidfd_send_signal(worker.pidfd, number)
+            except OSError:
+                pass
+
+    def pause(self) -> None:
+        """Stop the workers, with all that they have started, and this process; go on with
+        them when it is continued. Time bounds do not count it (``phalanx.process.pause``).
+        """
+        stopped: list[tree.Stat] = []
+        for worker in self.supervisor.running():
+            for pid in (worker.pid, *(entry.pid for entry in tree.descendants(worker.pid))):
+                entry = tree.stat(pid)
+                if entry is not None and entry.state not in "Tt" and tree.kill(entry, _STOP):
+                    stopped.append(entry)
+        self.events.record("job_paused", processes=len(stopped))
+        before = pause.total()
+        pause.stop_here()
+        for entry in reversed(stopped):
+            tree.kill(entry, signal.SIGCONT)
+        self.events.record("job_continued", seconds=pause.total() - before)
 
     # ------------------------------------------------------------------ facts
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.process import pause
 from phalanx.recovery import deadlines
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class HangWatch:
         self._seen: dict[int, tuple[int, int]] = {}  # by rank: (worker id, beats)
 
     def look(self, workers: Iterable[WorkerProcess], now: float) -> dict[int, str]:
-        """Local ranks that hang, with what is wrong. ``now``: monotonic seconds."""
+        """Local ranks that hang, with what is wrong. ``now``: as ``pause.now``."""
         workers = list(workers)
         living: dict[int, deadlines.Learner] = {}
         for worker in workers:
@@ -80,7 +81,8 @@ class HangWatch:
             if seen is None or seen[0] != worker.id:
                 learner, seen = learner.fresh(), (worker.id, 0)
             if told.beats != seen[1]:
-                learner = learner.heard(told.beat_ns / 1e9, told.phase or UNNAMED, told.step)
+                at = pause.at(told.beat_ns / 1e9)
+                learner = learner.heard(at, told.phase or UNNAMED, told.step)
                 seen = (worker.id, told.beats)
             self._learners[rank], self._seen[rank] = learner, seen
             living[rank] = learner

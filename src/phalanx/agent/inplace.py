@@ -9,7 +9,6 @@ Ranks are the job's (global) ones throughout; ``Hands`` know which are this node
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.agent import report
 from phalanx.agent.crew import CannotStart, Crew
 from phalanx.agent.story import Story, plain
+from phalanx.process import pause
 from phalanx.process.supervisor import SupervisorError
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class InPlace:
         assert self._machine is not None
         before = self._machine.episode
         self._machine, effects = episodes().advance(
-            self._machine, event, time.monotonic(), self._bounds(self._only)
+            self._machine, event, pause.now(), self._bounds(self._only)
         )
         now = self._machine.episode
         if now is not None and (before is None or before.number != now.number):

@@ -32,6 +32,7 @@ from phalanx.elastic.agent.server.api import (
 )
 from phalanx.elastic.metrics import put_metric
 from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
+from phalanx.process import pause
 from phalanx.process.supervisor import (
     KeeperLost,
     KeeperReady,
@@ -70,6 +71,7 @@ class JobAgent(SimpleElasticAgent):
             config.signals, supervisor.wake, lambda number: self.crew.pass_on(number)
         )
         self.crew = Crew(config, supervisor, console, events, health)
+        self.crew.stop_asked = self.signals.asked
         self.story = Story(config, console, events)
         self.counsel: Counsel | None = None
         self.in_place = self._recovery()
@@ -84,7 +86,7 @@ class JobAgent(SimpleElasticAgent):
         parts = (
             self.crew,
             self.story,
-            self.signals.interruptible,
+            self.signals.checked,
             self._next_store,
             self._replaced,
         )
@@ -128,7 +130,7 @@ class JobAgent(SimpleElasticAgent):
             generation=generation,
             attempt=attempt,
         )
-        with self.signals.interruptible():
+        with self.signals.checked():
             started = self.crew.start()
         for happening in self.supervisor.wait(0):
             self._take(happening)
@@ -216,18 +218,18 @@ class JobAgent(SimpleElasticAgent):
 
     def _patience(self) -> float:
         """Seconds until something is due, at most the monitor interval."""
-        now = time.monotonic()
+        now = pause.now()
         due = [self.in_place.due(), self.crew.due()]
         waits = [max(0.0, t - now) for t in due if t is not None]
         return min([self._worker_group.spec.monitor_interval, *waits])
 
     def _tick(self) -> None:
-        now = time.monotonic()
+        now = pause.now()
         self.health.tick()
         self.in_place.tick(now)
         if self.story.restart is not None:
             pages = [w.page.read() for w in self.crew.workers.values()]
-            self.story.see_restarted(pages, now)
+            self.story.see_restarted(pages, time.monotonic())
         self.crew.tick(now)
 
     def _take(self, happening: Any) -> None:
@@ -327,8 +329,8 @@ class JobAgent(SimpleElasticAgent):
         if delay <= 0:
             return
         self.story.backing_off(delay)
-        end = time.monotonic() + delay
-        while (left := end - time.monotonic()) > 0:
+        end = pause.now() + delay
+        while (left := end - pause.now()) > 0:
             self.signals.check()
             self._note_all(self.supervisor.wait(left))
             self.health.tick()

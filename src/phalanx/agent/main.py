@@ -79,6 +79,8 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
         def turn() -> None:
             health.tick()
             console.catch_up()
+            if agent.signals.held():
+                agent.crew.pause()
 
         supervisor.on_turn = turn
         agent.signals.install()

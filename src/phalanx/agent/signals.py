@@ -19,9 +19,9 @@ class JobSignals:
     """Installed for the life of a job on the main thread; elsewhere it does nothing.
 
     A stop signal is remembered and raised as SignalException where the agent's loop asks
-    (``check``) or within ``interruptible()``, never in the middle of anything else. A
-    second one makes ``hurry()`` true. A SIGHUP that is ignored at the start (nohup) stays
-    ignored.
+    (``check``, ``checked``) or within ``interruptible()``, never in the middle of anything
+    else. A second one makes ``hurry()`` true. A SIGHUP that is ignored at the start (nohup)
+    stays ignored. SIGTSTP (Ctrl-Z) is remembered too: ``held()`` is true once for each.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class JobSignals:
         self.received: list[int] = []
         self._raised = False
         self._now = False
+        self._hold = False
         self._old: dict[int, Any] = {}
 
     def install(self) -> None:
@@ -51,6 +52,9 @@ class JobSignals:
             number = _number(name)
             if number not in self._old:
                 self._old[number] = signal.signal(number, self._on_other)
+        if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+            self._old[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_hold)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._old)
 
     def restore(self) -> None:
         """Put back what was there before."""
@@ -68,6 +72,15 @@ class JobSignals:
     def _on_other(self, number: int, frame: FrameType | None) -> None:
         self._pass_on(number)
 
+    def _on_hold(self, number: int, frame: FrameType | None) -> None:
+        self._hold = True
+        self._wake()
+
+    def held(self) -> bool:
+        """Whether the job is to be stopped until it is continued; asking takes note of it."""
+        hold, self._hold = self._hold, False
+        return hold
+
     def _raise(self) -> None:
         self._raised = True
         number = signal.Signals(self.received[0])
@@ -81,6 +94,17 @@ class JobSignals:
         """
         if self.received and not self._raised:
             self._raise()
+
+    def asked(self) -> bool:
+        """Whether a stop signal has arrived."""
+        return bool(self.received)
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """``check`` before and after: around what ends early by itself when ``asked``."""
+        self.check()
+        yield
+        self.check()
 
     def hurry(self) -> bool:
         """Whether somebody asked a second time: no more grace."""

@@ -30,7 +30,7 @@ class Streams:
         """Raises OSError or ValueError for a log folder or logs specs that will not do."""
         self.config = config
         specs_class = _specs_class(config.logs_specs)
-        self._temporary: str | None = None
+        self.temporary: str | None = None  # the folder, when it is our own
         self.keeps_logs = config.log_dir is not None or config.logs_specs is not None
         log_dir = config.log_dir
         redirects, tee = Std.from_str(config.redirects), Std.from_str(config.tee)
@@ -40,7 +40,7 @@ class Streams:
             except OSError as error:
                 raise ValueError(f"--log-dir {log_dir} cannot be made: {error.strerror}") from None
         else:
-            self._temporary = log_dir = tempfile.mkdtemp(prefix="phalanx-")
+            self.temporary = log_dir = tempfile.mkdtemp(prefix="phalanx-")
             self.keeps_logs |= bool(redirects) or bool(tee)
         self.specs = specs_class(
             log_dir=log_dir,
@@ -144,8 +144,8 @@ class Streams:
         """End everything; the temporary folder goes unless somebody asked for logs."""
         self.end_attempt()
         self.relay.close()
-        if self._temporary and not self.keeps_logs:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        if self.temporary and not self.keeps_logs:
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
     @property
     def folder(self) -> str | None:

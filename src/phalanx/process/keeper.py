@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 from collections import deque
@@ -100,6 +101,7 @@ class Keeper:
         self.has_torch = False
         self.given_up: set[tuple[int, int]] = set()  # leftovers that do not die
         self.over = False
+        self.tidied: list[str] = []  # what the agent would remove itself if it could
         self.end_seconds = END_SECONDS
 
         self.watch(sock.fileno(), self.hear_agent)
@@ -137,6 +139,8 @@ class Keeper:
             if self.sweeping:
                 self.sweep()
         self.end()
+        for path in self.tidied:
+            tidy(path)
 
     # -- the agent
 
@@ -273,11 +277,24 @@ class Keeper:
             if kid.role == "store" and kid.id == order["id"]:
                 os.kill(kid.pid, signal.SIGKILL)
 
+    def do_call_off(self, order: dict[str, Any], fds: list[int]) -> None:
+        """Start no more of these; those that are being forked come to be workers."""
+        for item in list(self.waiting):
+            if item[0].get("id") in order["ids"]:
+                self.waiting.remove(item)
+                launch.close_all(item[1])
+                why = {"errno": errno.ECANCELED, "file": item[0]["argv"][0], "text": ""}
+                self.start_failed(item[0], why)
+
+    def do_tidy(self, order: dict[str, Any], fds: list[int]) -> None:
+        self.tidied.append(order["path"])
+
     def do_ping(self, order: dict[str, Any], fds: list[int]) -> None:
         self.tell({"ev": "pong"})
 
     def do_close(self, order: dict[str, Any], fds: list[int]) -> None:
         self.over = True
+        self.tidied.clear()  # it is there to do so
         self.end_seconds = order["seconds"]
 
     def named(self, ids: Sequence[int]) -> list[Kid]:
@@ -691,6 +708,20 @@ class Keeper:
                 pass
 
 
+def tidy(path: str) -> None:
+    """Remove a pipe, or a folder as far as nobody has written anything there."""
+    try:
+        if stat.S_ISFIFO(os.lstat(path).st_mode):
+            os.unlink(path)
+    except OSError:
+        return
+    for folder, _, _ in os.walk(path, topdown=False):
+        try:
+            os.rmdir(folder)
+        except OSError:
+            pass
+
+
 def main(argv: list[str]) -> tuple[dict[str, Any], dict[str, str], Callable[[int], None]]:
     """Be the keeper.
 
@@ -700,6 +731,7 @@ def main(argv: list[str]) -> tuple[dict[str, Any], dict[str, str], Callable[[int
     """
     for signum in _IGNORED:
         signal.signal(signum, signal.SIG_IGN)
+    syscalls.set_death_signal(signal.SIGCONT)  # stopped or not, we are to end with the agent
     fd = int(argv[0])
     launch.close_others([fd])
     os.set_inheritable(fd, False)

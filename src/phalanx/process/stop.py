@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phalanx.process import pause
+
 if TYPE_CHECKING:
     from phalanx.process.supervisor import Supervisor, WorkerProcess
 
@@ -49,9 +51,9 @@ def stop_workers(
         return [worker for worker in workers if not worker.gone]
 
     def wait(seconds: float, end_early: Callable[[], bool]) -> None:
-        end = time.monotonic() + seconds
+        end = pause.now() + seconds
         while left() and not end_early():
-            rest = end - time.monotonic()
+            rest = end - pause.now()
             if rest <= 0:
                 return
             supervisor.pump(min(rest, _HURRY_TICK))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Union
 
-from phalanx.process import launch, syscalls, tree, wire
+from phalanx.process import launch, pause, syscalls, tree, wire
 from phalanx.process.channel import HELD, Channel, ChannelClosed, MalformedMessage, Message
 from phalanx.process.page import ProgressPage
 from phalanx.process.program import Program
@@ -261,6 +261,7 @@ class Supervisor:
         self.on_turn: Callable[[], None] | None = None  # called at each turn of any wait here
         self._token = os.urandom(6).hex()
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", job)[:80]
+        self._tidied: list[str] = []
         self._page_prefix = f"phalanx-{name}-{self._token}."
         self._python = tuple(python) or (sys.executable,)
         self._plan = plan
@@ -335,6 +336,8 @@ class Supervisor:
         wire.limit_sending(ours, SEND_SECONDS)
         self._keeper = _Keeper(pid, pidfd, ours, time.monotonic())
         self._handle(ours.fileno(), self._on_keeper)
+        for path in self._tidied:
+            self._order({"op": "tidy", "path": path})
         if self._plan is not None:
             self._order({"op": "plan", "plan": self._plan.to_json()})
 
@@ -427,8 +430,17 @@ class Supervisor:
 
     # -- starting
 
-    def start(self, orders: Sequence[StartOrder], timeout: float = 120.0) -> list[WorkerProcess]:
+    def start(
+        self,
+        orders: Sequence[StartOrder],
+        timeout: float = 120.0,
+        give_up: Callable[[], bool] = _never,
+    ) -> list[WorkerProcess]:
         """Start them all, or none.
+
+        When ``give_up`` says so (it is asked whenever anything happens, `wake` too) no more
+        are started, and those that are come back alone: who may run already can be stopped
+        as any other worker.
 
         A warm order waits for the keeper's imports; one that cannot be started warm is
         started fresh (`WorkerProcess.warm` says which it was). Raises FileNotFoundError,
@@ -437,20 +449,32 @@ class Supervisor:
         when there is no keeper or it is lost meanwhile. Nothing is left running then.
         """
         self._need_keeper()
-        end = time.monotonic() + timeout
+        end = pause.now() + timeout
         workers: list[WorkerProcess] = []
+        given_up = False
         try:
             for order in orders:
+                if give_up():
+                    break
                 workers.append(self._order_start(order))
             while any(worker.pid == 0 and worker.failure is None for worker in workers):
                 self._need_keeper()
-                left = end - time.monotonic()
+                if not given_up and give_up():
+                    given_up = True
+                    self._order({"op": "call_off", "ids": [w.id for w in workers if not w.pid]})
+                    end = min(end, pause.now() + ORPHAN_SECONDS)
+                left = end - pause.now()
+                if left <= 0 and given_up:
+                    break
                 if left <= 0:
                     late = [w.local_rank for w in workers if w.pid == 0]
                     raise TimeoutError(
                         f"after {timeout} s these local ranks have not started: {late}"
                     )
                 self._pump(left)
+            if given_up:
+                self._take_back([worker for worker in workers if not worker.pid])
+                workers = [worker for worker in workers if worker.pid]
             for worker in workers:
                 if worker.failure is not None:
                     raise worker.failure
@@ -523,6 +547,14 @@ class Supervisor:
             for happening in self._pending
             if id(getattr(happening, "worker", None)) not in taken
         ]
+
+    def tidy(self, path: str) -> None:
+        """Have the keeper remove this when the agent is killed, and so cannot do it itself.
+
+        A pipe, or a folder as far as it is empty then.
+        """
+        self._tidied.append(path)
+        self.order({"op": "tidy", "path": path})
 
     def prepare(self, count: int) -> None:
         """Have ``count`` warm processes forked and waiting; the next warm starts use them.

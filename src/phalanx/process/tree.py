@@ -195,6 +195,16 @@ def kill(entry: Stat, signum: int = signal.SIGKILL) -> bool:
         os.close(pidfd)
 
 
+def expects(pid: int, signum: int) -> bool:
+    """Whether this process has said what it does with a signal: it handles or ignores it."""
+    try:
+        lines = _read(f"/proc/{pid}/status").splitlines()
+    except OSError:
+        return False
+    told = dict(line.split(b":", 1) for line in lines if line.startswith((b"SigIgn", b"SigCgt")))
+    return any(int(mask, 16) & (1 << (signum - 1)) for mask in told.values())
+
+
 def death_status(pid: int, start: int) -> int | None:
     """The wait status of a process whose main thread has just ended; None if in doubt.
 

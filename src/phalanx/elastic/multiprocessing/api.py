@@ -338,6 +338,7 @@ class PContext(abc.ABC):
         self._old_error_files: dict[int, tuple[int, ...] | None] = {}
         self._wake_fd = -1
 
+        self._logs_specs = logs_specs  # a temporary folder of its goes with it, and not before us
         dest = logs_specs.reify(envs)
         _validate_full_rank(dest.stdouts, self.nprocs, "stdouts")
         _validate_full_rank(dest.stderrs, self.nprocs, "stderrs")

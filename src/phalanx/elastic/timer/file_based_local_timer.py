@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from phalanx.elastic.timer.api import TimerClient, TimerRequest
 from phalanx.elastic.timer.debug_info_logging import log_debug_info_for_expired_timers
+from phalanx.process import pause
 
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
 
@@ -229,7 +230,7 @@ class LineReader:
 class _Armed(NamedTuple):
     """What the server knows of a timer beyond its request."""
 
-    due: float  # CLOCK_MONOTONIC seconds: a step of the wall clock moves no deadline
+    due: float  # seconds of `pause.now`: neither a step of the wall clock nor Ctrl-Z counts
     started: str | None  # start time of the process, to tell it from a later one of that pid
 
 
@@ -389,7 +390,8 @@ class FileTimerServer:
         """One round: requests of up to ``max_interval``, then what has expired."""
         self.register_timers(self._get_requests(selector, self._max_interval))
         self._complain()
-        all_expired = self.get_expired_timers(time.time())
+        with pause.lock:  # one that is over only because we were stopped is not
+            all_expired = self.get_expired_timers(time.time())
         log_debug_info_for_expired_timers(
             self._run_id, {pid: [r.to_json() for r in rs] for pid, rs in all_expired.items()}
         )
@@ -434,7 +436,7 @@ class FileTimerServer:
         now = time.monotonic()
         end = now + max_interval
         for armed in self._armed.values():
-            end = min(end, armed.due)
+            end = min(end, now + armed.due - pause.at(now))
         while not self._stop_signaled:
             ready = selector.select(0 if self._run_once else max(0.0, end - now))
             now = time.monotonic()
@@ -487,7 +489,7 @@ class FileTimerServer:
                 self._refuse(f"more than {TIMER_LIMIT} timers")
             else:
                 self._timers[key] = request
-                due = steady + request.expiration_time - wall
+                due = pause.at(steady) + request.expiration_time - wall
                 self._armed[key] = _Armed(due, _start_time(pid))
 
     def _is_allowed(self, pid: int) -> bool:
@@ -513,7 +515,7 @@ class FileTimerServer:
 
     def get_expired_timers(self, deadline: float) -> dict[int, list[FileTimerRequest]]:
         """Per pid, the timers that have run out at ``deadline`` (Unix seconds by now's clock)."""
-        steady = deadline - time.time() + time.monotonic()
+        steady = deadline - time.time() + pause.now()
         expired: dict[int, list[FileTimerRequest]] = {}
         for key, request in self._timers.items():
             armed = self._armed.get(key)
