@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -27,13 +28,14 @@ def options(least: int, most: int, **more: Any) -> m.Options:
     return m.Options(least, most, join=60.0, last_call=0.2, rejoin=5.0, recall=2.0, **more)
 
 
+SILENCE = 2.0  # seconds: more than a busy machine makes a thread wait
 COORDINATOR = """
     import select, sys
     from phalanx.coordinator.node import CoordinatorNode, Plan
     from phalanx.rendezvous import job, model as m
     endpoint, most = sys.argv[1], int(sys.argv[2])
     options = m.Options(most, most, join=60.0, last_call=0.2, rejoin=5.0, recall=2.0)
-    node = CoordinatorNode(Plan("job", m.Node("a", ""), endpoint, options),
+    node = CoordinatorNode(Plan("job", m.Node("a", ""), endpoint, options, silence=2.0),
                            machine=job, fresh=job.State.fresh)
     node.attend()
     while True:
@@ -115,6 +117,35 @@ def test_the_first_one_starts_again_and_is_told_who_leads(
         reached = again.until(words.Reached)
     assert not again.node.is_coordinator
     assert sum(a.node.is_coordinator for a in others) == 1
+
+
+@pytest.mark.process
+def test_the_first_one_is_stopped_and_wakes_up(
+    agents: Any, port: int, coordinator: Any, wait: Any
+) -> None:
+    process = coordinator(3)
+    others = [
+        agents(
+            name,
+            f"127.0.0.1:{port}",
+            Real(),
+            is_host=False,
+            options=options(3, 3),
+            silence=SILENCE,
+        )
+        for name in ("b", "c")
+    ]
+    for agent in others:
+        agent.until(m.Assign)
+        agent.until(m.Roster)
+    process.send_signal(signal.SIGSTOP)
+    for agent in others:
+        assert "no sign of life" in agent.until(words.Alone).how
+        assert agent.until(words.Reached).term >= 2  # some ask before others know
+    (leader,) = [a for a in others if a.node.is_coordinator]
+    process.send_signal(signal.SIGCONT)
+    # It is told that it leads no more, and joins the one that does.
+    wait(lambda: "a" in leader.node._server.hub.chairs)
 
 
 def test_who_has_heard_the_end_elects_nobody(agents: Any, port: int) -> None:

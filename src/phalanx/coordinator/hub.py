@@ -32,7 +32,7 @@ class Chair:
     """One connection of one node: ``tell`` says something to it, ``dismiss`` ends it with a
     reason. Both are called on the hub's loop and return at once."""
 
-    __slots__ = ("dismiss", "node", "since", "tell")
+    __slots__ = ("dismiss", "heard", "node", "tell")
 
     def __init__(
         self, node: str, tell: Callable[[Any], object], dismiss: Callable[[str], object]
@@ -40,7 +40,7 @@ class Chair:
         self.node = node
         self.tell = tell
         self.dismiss = dismiss
-        self.since = time.monotonic()
+        self.heard = time.monotonic()  # the last sign of life; inf: it needs none
 
 
 class Hub:
@@ -121,6 +121,21 @@ class Hub:
             self.empty.set()
         self.gone.setdefault(chair.node, how)
         self.feed(model.Lost(chair.node, how))
+
+    def sweep(self, silence: float) -> None:
+        """Those that gave no sign of life for so many seconds are lost."""
+        before = self._clock() - silence
+        for chair in [c for c in self.chairs.values() if c.heard < before]:
+            how = f"it gave no sign of life for {silence:g} s"
+            self.counts["silent"] += 1
+            self.rises(chair, how)
+            chair.dismiss(how)
+
+    def spare(self) -> None:
+        """This process itself did not run for a while: nobody's silence counts so far."""
+        now = self._clock()
+        for chair in self.chairs.values():
+            chair.heard = max(chair.heard, now)
 
     # --- the machine ------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
@@ -14,7 +16,7 @@ import grpc.aio
 from phalanx.coordinator import net, wire, words
 from phalanx.coordinator.hub import Chair, Hub
 from phalanx.coordinator.security import OPEN, Security
-from phalanx.coordinator.server import METHODS, keepalive
+from phalanx.coordinator.server import METHODS, options
 from phalanx.rendezvous import model
 
 _WRONG = {
@@ -44,20 +46,25 @@ class Connection(Protocol):
 
 
 class LinkEnded(Exception):
-    """The stream to the coordinator has ended; the text is a clause that says how."""
+    """The stream to the coordinator has ended; the text is a clause that says how. ``silent``:
+    nothing was heard of it, so it would be of no use to ask it again at once."""
+
+    def __init__(self, how: str, silent: bool = False) -> None:
+        super().__init__(how)
+        self.silent = silent
 
 
 def channel(reached: net.Reached, endpoint: str, security: Security, silence: float) -> Any:
     """A channel of its own to an address that has been reached."""
     host, port = reached.address, reached.port
     target = f"ipv6:{net.join(host, port)}" if ":" in host else f"ipv4:{host}:{port}"
-    options = [*keepalive(silence), ("grpc.use_local_subchannel_pool", 1)]
+    arguments = [*options(silence), ("grpc.use_local_subchannel_pool", 1)]
     if not security.tls:
-        return grpc.aio.insecure_channel(target, options)
+        return grpc.aio.insecure_channel(target, arguments)
     name = security.name or net.split(endpoint)[0].strip("[]")
     credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.certificate)
-    options.append(("grpc.ssl_target_name_override", name))
-    return grpc.aio.secure_channel(target, credentials, options)
+    arguments.append(("grpc.ssl_target_name_override", name))
+    return grpc.aio.secure_channel(target, credentials, arguments)
 
 
 def why(code: grpc.StatusCode, details: str | None) -> str:
@@ -133,9 +140,15 @@ class Stream:
         self._out: asyncio.Queue[bytes] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
         self._closed = False
+        self._alive = 0.0
+        self._beating: asyncio.Task[None] | None = None
+        self._how, self._silent = "it was given up", False
 
     def say(self, saying: model.Saying) -> None:
         """Sends, in order; what is said after the end goes nowhere. Raises WireError."""
+        self._send(saying)
+
+    def _send(self, saying: object) -> None:
         self._sent += 1
         self._out.put_nowait(
             wire.seal(saying, term=self.term, generation=self.generation, seq=self._sent)
@@ -172,7 +185,26 @@ class Stream:
                 raise net.Unreachable(f"a coordinator of term {envelope.term}, which is over")
             self.term, self._heard = envelope.term, envelope.seq
             self.coordinator, self.silence = value.coordinator, value.silence
+            self._beating = asyncio.create_task(self._beat())
         return value
+
+    async def _beat(self) -> None:
+        """Signs of life; when none is answered any more the stream is given up."""
+        loop = asyncio.get_running_loop()
+        pause = self.silence / 3
+        self._alive = loop.time()
+        while not self._closed:
+            due = loop.time() + pause * random.uniform(0.8, 1.0)
+            await asyncio.sleep(due - loop.time())
+            now = loop.time()
+            if now - due > pause:
+                self._alive = now  # it is us who did not run
+            if now - self._alive > self.silence:
+                self._how, self._silent = f"no sign of life for {self.silence:g} s", True
+                self._closed = True
+                self._stream.cancel()
+                return
+            self._send(words.Beat())
 
     async def _status(self) -> tuple[grpc.StatusCode, str]:
         return await self._stream.code(), await self._stream.details()
@@ -190,7 +222,7 @@ class Stream:
             except asyncio.CancelledError:
                 if not self._closed:
                     raise
-                raise LinkEnded("it was given up") from None
+                raise LinkEnded(self._how, self._silent) from None
             self.messages += 1
             self.bytes += len(data)
             try:
@@ -206,6 +238,9 @@ class Stream:
                 self.refused["replayed"] += 1
                 continue
             self._heard = envelope.seq
+            self._alive = asyncio.get_running_loop().time()
+            if type(value) is words.Beat:
+                continue
             self.generation = max(self.generation, envelope.generation)
             yield value
 
@@ -219,6 +254,8 @@ class Stream:
                     await asyncio.sleep(0.005)
                 self._writer.cancel()
             await asyncio.wait_for(self._stream.done_writing(), 1.0)
+        if self._beating is not None:
+            self._beating.cancel()
         self._stream.cancel()
         await self._channel.close()
 
@@ -266,6 +303,7 @@ class Seat:
         self._hub = hub
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._chair = Chair(node, self._queue.put_nowait, self._dismiss)
+        self._chair.heard = math.inf
         hub.sit(self._chair)
 
     def _dismiss(self, reason: str) -> None:

@@ -29,6 +29,7 @@ from phalanx.rendezvous.state import State
 log = logging.getLogger("phalanx.coordinator")
 
 _KEPT = 1000  # sayings while there is no coordinator
+_SILENT = 3.0  # seconds until one that did not answer is asked again
 _SAY_FIRST = 2.0  # seconds of silent waiting, before the first line about it
 
 
@@ -100,6 +101,8 @@ class CoordinatorNode:
         self._roster: model.Roster | None = None
         self._takeover = takeover.Takeover(plan.run_id, plan.security, plan.on_split)
         self._heralds: set[asyncio.Task[None]] = set()
+        self._lost_at = ""  # the endpoint of the one that was lost
+        self._look_again = 0.0  # when it is next worth a try
         self._was_there = False  # there has been a coordinator
         self._connection: link.Connection | None = None
         self._joined = False
@@ -216,6 +219,8 @@ class CoordinatorNode:
                 self._inbox.put(telling)
         except link.LinkEnded as error:
             how = str(error)
+            self._lost_at, self._server.moved = self._target, ""
+            self._look_again = time.monotonic() + (_SILENT if error.silent else 0.0)
         finally:
             self._connection = None
             self._ballot = dataclasses.replace(self._ballot, following="")
@@ -335,13 +340,15 @@ class CoordinatorNode:
                 await asyncio.get_running_loop().create_future()  # the agent goes by itself
             if self._server.hub is not None:
                 return link.Seat(self._server.hub, self.node.id, self.node.address)
-            if self._target != self._server.address:
+            if self._worth_a_try(self._target):
                 try:
                     found = await self._try(self._target)
                     if found is not None:
                         return found
                 except net.Unreachable as error:
                     reason = str(error)
+                    if reason != net.REFUSED:
+                        self._look_again = time.monotonic() + _SILENT
             if await self._elect():
                 pause = 0.05
                 continue
@@ -353,10 +360,18 @@ class CoordinatorNode:
                     "address right?"
                 )
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))  # a back-off
-            pause = min(pause * 1.6, 1.0)
-            if self._target != plan.endpoint and pause > 0.3:
-                # Whoever took over may be gone; the first one may be back.
-                self._aim(plan.endpoint if random.random() < 0.5 else self._target)
+            pause = min(pause * 1.6, 0.3 if self._was_there else 1.0)
+            if self._target != plan.endpoint and random.random() < 0.2:
+                self._target = plan.endpoint  # the first one may be back
+
+    def _worth_a_try(self, endpoint: str) -> bool:
+        """Whether somebody might coordinate there. Not we ourselves; and whoever was silent when
+        it was lost would keep us waiting, while others are to be asked."""
+        if endpoint == self._server.address:
+            return False
+        if endpoint == self._lost_at and self._roster is not None:
+            return time.monotonic() >= self._look_again
+        return True
 
     async def _try(self, endpoint: str) -> link.Connection | None:
         """A stream to the coordinator there; None: it is not there (``_target`` may be new).

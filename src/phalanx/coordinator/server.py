@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -36,12 +37,12 @@ class CoordinatorError(RuntimeError):
     """The job cannot be coordinated; the text says why and what to do."""
 
 
-def keepalive(silence: float) -> list[tuple[str, Any]]:
-    """Channel arguments, both ends: a ping each third of ``silence``, and the answer by its end."""
-    ping = max(int(silence * 1000 / 3), 100)
+def options(silence: float) -> list[tuple[str, Any]]:
+    """Channel arguments, both ends. gRPC's own pings only close what is dead already: they come
+    late, or never, from a process that was stopped; ``Beat`` is what counts."""
     return [
-        ("grpc.keepalive_time_ms", ping),
-        ("grpc.keepalive_timeout_ms", max(int(silence * 1000) - ping, 100)),
+        ("grpc.keepalive_time_ms", max(int(silence * 4000), 1000)),
+        ("grpc.keepalive_timeout_ms", max(int(silence * 2000), 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 50),
@@ -83,6 +84,7 @@ class Server:
         self.bytes_in = self.bytes_out = 0
         self.address = ""
         self._server: Any = None
+        self._sweeper: asyncio.Task[None] | None = None
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -93,9 +95,7 @@ class Server:
         """
         tried = []
         for port in ports:
-            server = grpc.aio.server(
-                options=[*keepalive(self.job.silence), ("grpc.so_reuseport", 0)]
-            )
+            server = grpc.aio.server(options=[*options(self.job.silence), ("grpc.so_reuseport", 0)])
             server.add_generic_rpc_handlers((self._handlers(),))
             where = net.join(host, port)
             bound = 0
@@ -111,6 +111,7 @@ class Server:
             if bound:
                 await server.start()
                 self._server = server
+                self._sweeper = asyncio.create_task(self._sweep())
                 self.address = net.join(host, bound)
                 return self.address
             tried.append(port)
@@ -124,8 +125,21 @@ class Server:
         if self.hub is not None:
             self.hub.stop("the coordinator leaves")
         server, self._server = self._server, None
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         if server is not None:
             await server.stop(grace)
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        pause = self.job.silence / 6
+        while True:
+            due = loop.time() + pause
+            await asyncio.sleep(pause)
+            if self.hub is not None:
+                if loop.time() - due > pause:
+                    self.hub.spare()
+                self.hub.sweep(self.job.silence)
 
     def _credentials(self) -> Any:
         s = self.security
@@ -272,6 +286,10 @@ class Server:
                     self._count("replayed")
                     raise wire.WireError(f"message {envelope.seq} was there before")
                 seq = envelope.seq
+                chair.heard = time.monotonic()
+                if type(saying) is words.Beat:
+                    tell(saying)
+                    continue
                 if type(saying) is model.Join and saying.node.id != node:
                     self._count("stranger")
                     raise wire.WireError(f"this is the stream of {node}, not {saying.node.id}")

@@ -70,7 +70,13 @@ class Takeover:
         }
         try:
             pending: set[Any] = set(asked)
-            while not election.won(roster, own.candidate, promised, dead, "wait") and pending:
+            # Whoever says that the coordinator lives is believed: it may only not know better yet,
+            # and is asked again soon.
+            while (
+                pending
+                and not best.endpoint
+                and not election.won(roster, own.candidate, promised, dead, "wait")
+            ):
                 done, pending = await asyncio.wait(
                     pending, return_when=asyncio.FIRST_COMPLETED, timeout=2 * self._timeout
                 )
@@ -93,7 +99,6 @@ class Takeover:
         finally:
             for task in asked:
                 task.cancel()
-        # Whoever says that the coordinator lives is believed, also where nobody is needed.
         alive = bool(best.endpoint)
         if not alive and election.won(roster, own.candidate, promised, dead, self._on_split):
             return Result(won=True, term=own.term, dead=frozenset(dead))

@@ -39,10 +39,10 @@ def kinds(union: object) -> dict[str, type]:
     return {kind.__name__: kind for kind in members}
 
 
-SAYINGS: Final[Mapping[str, type]] = kinds(model.Saying)
+SAYINGS: Final[Mapping[str, type]] = {**kinds(model.Saying), **kinds(words.Beat)}
 TELLINGS: Final[Mapping[str, type]] = {
     **kinds(model.Telling),
-    **kinds(words.Welcome | words.Moved),
+    **kinds(words.Welcome | words.Moved | words.Beat),
 }
 HELLO: Final[Mapping[str, type]] = kinds(words.Hello)
 STATUS: Final[Mapping[str, type]] = kinds(words.StatusRequest | words.StatusReply)

@@ -30,6 +30,11 @@ class Welcome:
 
 
 @dataclass(frozen=True)
+class Beat:
+    """I am alive: said by an agent three times in each ``Welcome.silence``, and answered."""
+
+
+@dataclass(frozen=True)
 class Moved:
     """I am not the coordinator; ``endpoint`` ("host:port") is, as far as I know. "": nobody."""
 
