@@ -525,3 +525,42 @@ def test_after_a_takeover_the_question_is_asked_again() -> None:
     assert not c.agents["a"].of(Commit)
     c.join("b")
     assert c.agents["a"].of(Commit)
+
+
+# --- what was the cause ------------------------------------------------------------------------
+
+ECHO = {
+    "reason": "rank 0 raised RuntimeError",
+    "returncode": 1,
+    "end": {"exception": "RuntimeError: Connection closed by peer"},
+}
+
+
+def test_the_echo_of_a_loss_is_no_fault() -> None:
+    c = Cluster(least=1, most=2, max_restarts=0)
+    c.join("a", "b")
+    c.fail("a", **ECHO)
+    assert c.ranks == {}
+    c.lose("b")
+    assert c.ranks == {"a": (0,)}
+
+
+def test_the_echo_of_a_fault_is_not_blamed() -> None:
+    c = Cluster(least=2, most=2, max_restarts=0)
+    c.join("a", "b")
+    c.agents["b"].stops = False
+    c.fail("a", **ECHO)
+    c.fail("b", returncode=-9)
+    (over,) = c.agents["a"].of(Over)
+    assert (over.verdict.culprit, over.verdict.status) == ("b", 137)
+
+
+def test_an_echo_of_nothing_is_a_fault() -> None:
+    c = Cluster(least=2, most=2, max_restarts=1)
+    c.join("a", "b")
+    c.fail("a", **ECHO)
+    c.pass_time(1)
+    assert c.attempt == 1
+    c.fail("a", **ECHO)
+    c.pass_time(1)
+    assert c.agents["b"].of(Over)[0].verdict.culprit == "a"

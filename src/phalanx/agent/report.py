@@ -7,6 +7,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from phalanx.recovery import policy
+
 
 @dataclass(frozen=True)
 class WorkerEnd:
@@ -47,25 +49,9 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-_PEER_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "peer closed",
-    "remote peer",
-    "gloo",
-    "nccl",
-    "hccl",
-    "socket",
-)
-
-
 def looks_like_victim(end: WorkerEnd) -> bool:
     """Whether its exception is what a rank raises when another one is gone."""
-    if end.returncode is None or end.returncode < 0:
-        return False
-    text = (end.exception or "").lower()
-    return any(sign in text for sign in _PEER_LOST)
+    return policy.is_echo(end.returncode, end.exception)
 
 
 def root_cause(ends: Sequence[WorkerEnd]) -> WorkerEnd | None:

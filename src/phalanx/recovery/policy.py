@@ -14,6 +14,27 @@ NEVER_COMES_RIGHT |= {"ModuleNotFoundError"}
 """Exceptions that a second try before any progress does not cure."""
 
 
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "peer closed",
+    "remote peer",
+    "gloo",
+    "nccl",
+    "hccl",
+    "socket",
+)
+
+
+def is_echo(returncode: int | None, exception: str | None) -> bool:
+    """Whether a worker ended as one does whose peer is gone: it is not to blame."""
+    if returncode is None or returncode < 0:
+        return False
+    text = (exception or "").lower()
+    return any(sign in text for sign in _PEER_LOST)
+
+
 @dataclass(frozen=True)
 class Attempt:
     """How one attempt of the group ended.

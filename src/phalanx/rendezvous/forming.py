@@ -100,6 +100,8 @@ def how_many(turn: Turn, *, spares: bool) -> int:
 def settle(turn: Turn) -> None:
     """Go on from STOPPING and GATHERING as far as can be."""
     if turn.state.phase is Phase.STOPPING:
+        if turn.state.echo is not None:
+            return
         late = [p for p in turn.state.peers.values() if p.runs]
         if late and (turn.state.stop_by is None or turn.now < turn.state.stop_by):
             return

@@ -84,6 +84,7 @@ def _tick(turn: Turn) -> None:
     machine = turn.state.machine
     if machine is not None and turn.state.phase is Phase.RUNNING:
         sessions.step(turn, ep.Tick())
+    running.judge_in_time(turn)
     settle(turn)
 
 

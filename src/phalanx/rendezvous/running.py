@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.recovery import policy
 from phalanx.rendezvous import sessions
 from phalanx.rendezvous.budgets import fault
 from phalanx.rendezvous.forming import finish, grow, hurry, settle, stop_all
@@ -20,16 +21,39 @@ from phalanx.rendezvous.model import (
 )
 from phalanx.rendezvous.state import Phase, Turn
 
+ECHO = 1.0
+"""Seconds for which the cause of an exception like "connection closed by peer" is waited for."""
+
 
 def failed(turn: Turn, node: str, what: Failed) -> None:
     """A fault that is not to be recovered in place."""
     state = turn.state
     if state.seat_of(node) is None or not state.base <= what.generation <= state.generation:
         return
-    if state.phase is Phase.RUNNING:
+    exception = what.end.get("exception")
+    echo = policy.is_echo(what.returncode, exception if isinstance(exception, str) else None)
+    if state.phase is Phase.RUNNING and echo:
+        turn.set(echo=(node, what), judge_by=turn.now + ECHO)
+        stop_all(turn, f"{what.reason} on {turn.name(node)}")
+    elif state.phase is Phase.RUNNING:
         fault(turn, node, what)
+    elif state.phase is Phase.STOPPING and state.echo is not None and not echo:
+        judge(turn, node, what)
     elif state.phase is Phase.STOPPING:
         hurry(turn, what.reason)
+
+
+def judge(turn: Turn, node: str, what: Failed) -> None:
+    """This is what ended the attempt."""
+    turn.set(echo=None, judge_by=None)
+    fault(turn, node, what)
+
+
+def judge_in_time(turn: Turn) -> None:
+    """No other cause was heard of: the one that looked like an echo it is."""
+    state = turn.state
+    if state.echo is not None and state.judge_by is not None and turn.now >= state.judge_by:
+        judge(turn, *state.echo)
 
 
 def worker_event(turn: Turn, node: str, what: WorkerEvent) -> None:
@@ -111,6 +135,9 @@ def departed(turn: Turn, node: str, why: str, *, certain: bool = True) -> None:
     if state.phase is Phase.RUNNING and member and node not in state.done:
         lose_share(turn, node, f"{name} {why}")
     else:
+        if member and state.echo is not None:
+            # that is why: a loss is no fault of the program
+            turn.set(echo=None, judge_by=None, why=f"{name} {why}")
         if member:
             hurry(turn, f"{name} {why}")
         settle(turn)

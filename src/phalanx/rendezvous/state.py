@@ -108,6 +108,9 @@ class State:
     heard: tuple[tuple[str, Saying], ...] = ()  # in RECALL: what was said and is yet to be taken
     attempts: tuple[policy.Attempt, ...] = ()  # those that a fault ended
     spent: int = 0  # restarts used under earlier coordinators
+    # a failure that looks like the echo of another one, and until when that one is waited for
+    echo: tuple[str, Failed] | None = None
+    judge_by: float | None = None
     why: str = ""  # why the workers are to end
     stop_at: int | None = None  # after which step
     verdict: Verdict | None = None
@@ -189,7 +192,7 @@ def next_deadline(state: State) -> float | None:
             state.fence_until if state.unsure and state.phase is Phase.GATHERING else None,
             *let_in,
         ),
-        Phase.STOPPING: (state.stop_by,),
+        Phase.STOPPING: (state.stop_by, state.judge_by),
         Phase.RUNNING: (machine, *let_in),
         Phase.OVER: (),
     }[state.phase]
