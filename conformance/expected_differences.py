@@ -428,6 +428,17 @@ on(
     "Phalanx is there to keep a job running; torchrun gives up at the first fault by default.",
     {"max_restarts": (0, 3)},
 )
+on(
+    "T138.module_runs",
+    "What follows the script is the script's, whatever it looks like; the exit status of the "
+    "command is the first failing worker's.",
+    {
+        "code.said.0": (MISSING, "2 __main__ a --log=x"),
+        "code.said.1": (MISSING, "2 __main__ a --log=x"),
+        "code.status": (2, 0),
+        "module fails.status": (1, 7),
+    },
+)
 USAGE = "Exit status 2: the command line is wrong and nothing was started."
 on("T136.kinds_of_program", USAGE, {"module and command": ([1, []], [2, []])})
 on(

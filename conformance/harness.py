@@ -39,11 +39,13 @@ TORCH_MODULES = {
     "elastic": "torch.distributed.elastic",
     "launcher": "torch.distributed.launcher",
     "run": "torch.distributed.run",
+    "run_module": "torch.distributed.run",
 }
 PHALANX_MODULES = {
     "elastic": "phalanx.elastic",
     "launcher": "phalanx.launcher",
     "run": "phalanx.cli.options",
+    "run_module": "phalanx.run",
 }
 
 

@@ -29,7 +29,7 @@ class Streams:
     def __init__(self, config: JobConfig) -> None:
         """Raises OSError or ValueError for a log folder or logs specs that will not do."""
         self.config = config
-        specs_class = _specs_class(config.logs_specs)
+        make_specs = specs_class(config.logs_specs)
         self.temporary: str | None = None  # the folder, when it is our own
         self.keeps_logs = config.log_dir is not None or config.logs_specs is not None
         log_dir = config.log_dir
@@ -42,7 +42,7 @@ class Streams:
         else:
             self.temporary = log_dir = tempfile.mkdtemp(prefix="phalanx-")
             self.keeps_logs |= bool(redirects) or bool(tee)
-        self.specs = specs_class(
+        self.specs = make_specs(
             log_dir=log_dir,
             redirects=redirects,
             tee=tee,
@@ -153,7 +153,7 @@ class Streams:
         return self.specs.root_log_dir if self.keeps_logs else None
 
 
-def _specs_class(name: str | None) -> type[LogsSpecs] | Any:
+def specs_class(name: str | None) -> type[LogsSpecs] | Any:
     """``--logs-specs NAME``: an entry point of the group ``torchrun.logs_specs``.
 
     Raises ValueError when there is none of that name.
