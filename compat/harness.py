@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -110,6 +112,94 @@ class Controller:
     def __exit__(self, *_: object) -> None:
         if self.process is not None:
             self.stop()
+
+
+ETCD = shutil.which("etcd")
+
+
+class Etcd:
+    """A real etcd of our own on loopback. ``with Etcd() as e: e.address``. Needs ``ETCD``."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="etcd-")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        self.calls: dict[str, Any] = {}
+
+    def __enter__(self) -> Etcd:
+        import grpc
+
+        from phalanx.proto import etcd_pb2
+
+        for _ in range(3):  # a port that was free may be taken before etcd has it
+            self._start()
+            channel = grpc.insecure_channel(self.address)
+            try:
+                grpc.channel_ready_future(channel).result(20)
+            except grpc.FutureTimeoutError:
+                channel.close()
+                self.kill()
+                continue
+            self.calls = {
+                name: channel.unary_unary(
+                    m.path, m.request.SerializeToString, m.response.FromString
+                )
+                for service in etcd_pb2.SERVICES.values()
+                for name, m in service.items()
+                if not m.client_streams
+            }
+            self.channel = channel
+            return self
+        self.folder.cleanup()
+        raise TimeoutError("etcd did not come up")
+
+    def _start(self) -> None:
+        assert ETCD is not None
+        with (
+            socket.create_server(("127.0.0.1", 0)) as a,
+            socket.create_server(("127.0.0.1", 0)) as b,
+        ):
+            client, peer = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in (a, b))
+        self.address = client.removeprefix("http://")
+        words = {
+            "name": "one", "data-dir": self.folder.name, "log-level": "error",
+            "listen-client-urls": client, "advertise-client-urls": client,
+            "listen-peer-urls": peer, "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"one={peer}",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [ETCD, *(f"--{k}={v}" for k, v in words.items())],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def drop(self, lease: int) -> None:
+        """The lease has run out."""
+        from phalanx.proto import etcd_pb2
+
+        self.calls["LeaseRevoke"](etcd_pb2.LeaseRevokeRequest(ID=lease), timeout=10)
+
+    def get(self, key: str) -> Any:
+        """The key with its value, lease and revisions; None: there is none."""
+        from phalanx.proto import etcd_pb2
+
+        kvs = self.calls["Range"](etcd_pb2.RangeRequest(key=key.encode()), timeout=10).kvs
+        return kvs[0] if kvs else None
+
+    def hang(self, on: bool) -> None:
+        """Answer nobody, or go on."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP if on else signal.SIGCONT)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+        self.kill()
+        self.folder.cleanup()
 
 
 class Cable:

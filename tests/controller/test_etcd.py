@@ -1,4 +1,5 @@
-"""The journal in etcd, against a stand-in."""
+"""The journal in etcd, against a stand-in that can fail as it is told (the real one:
+test_etcd_real.py)."""
 
 from __future__ import annotations
 

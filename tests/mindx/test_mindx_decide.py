@@ -157,3 +157,55 @@ def test_importing_the_api_does_not_import_torch_or_grpc():
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+def config_of(**more):
+    """What torchrun makes of its command line, as far as it matters here."""
+    from types import SimpleNamespace
+
+    made = {
+        "max_nodes": 1, "nproc_per_node": 4, "max_restarts": 7, "monitor_interval": 0.5,
+        "role": "default", "run_id": "r", "rdzv_backend": "c10d", "rdzv_endpoint": "",
+        "local_addr": None, "log_line_prefix_template": None, "logs_specs": None,
+    }  # fmt: skip
+    return SimpleNamespace(**{**made, **more})
+
+
+@pytest.fixture
+def session(tmp_path):
+    (tmp_path / "train.py").write_text("from phalanx import training\n")
+    (tmp_path / "plain.py").write_text("import json\n")
+    return tmp_path
+
+
+def test_a_program_with_a_session_is_run_by_our_own_agent(session, monkeypatch):
+    from mindx_elastic import _own
+
+    monkeypatch.setenv("PHALANX_RESET_FILE", str(session / "none"))
+    monkeypatch.setenv("PHALANX_CONTROLLER_TOKEN", "t")
+
+    def job(program: str, **more):
+        line = _own.words(config_of(**more), sys.executable, ["-u", str(session / program), "-x"])
+        assert line is not None
+        return _own.job_config(line, ("c:1",), "task", 30.0)
+
+    assert job("plain.py") is None
+    made = job("train.py", rdzv_backend="static", rdzv_endpoint="127.0.0.1:29511")
+    assert made.program.script == str(session / "train.py") and made.program.args == ("-x",)
+    assert (made.nproc, made.max_restarts, made.run_id, made.master_port) == (4, 7, "r", 29511)
+    asked = made.controller
+    assert (asked.addresses, asked.timeout, asked.job, asked.token) == (("c:1",), 30.0, "task", "t")
+
+
+def test_the_rest_stays_with_torchs_agent(session, monkeypatch):
+    from mindx_elastic import _own
+
+    monkeypatch.setenv("PHALANX_RESET_FILE", str(session / "none"))
+    script = ["-u", str(session / "train.py")]
+    assert _own.words(config_of(), sys.executable, script)
+    assert _own.words(config_of(max_nodes=2), sys.executable, script) is None
+    assert _own.words(config_of(), print, []) is None
+    assert _own.words(config_of(), "/bin/true", []) is None
+    assert _own.words(config_of(logs_specs=object()), sys.executable, script) is None
+    monkeypatch.setenv("PHALANX_RESET_FILE", str(session / "train.py"))
+    assert _own.words(config_of(), sys.executable, script) is None

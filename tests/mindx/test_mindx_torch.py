@@ -17,6 +17,10 @@ from compat.harness import Controller
 
 pytestmark = [pytest.mark.torch, pytest.mark.process]
 
+slow = pytest.mark.skipif(
+    os.environ.get("PHALANX_SLOW_TESTS") != "1", reason="slow: PHALANX_SLOW_TESTS=1 runs it"
+)
+
 SRC = Path(__file__).parents[2] / "mindx_elastic" / "src"
 
 
@@ -91,16 +95,17 @@ while not os.path.exists(f"{folder}/go"):  # waits for the word, as a MindIO pro
 
 
 def torchrun(
-    tmp_path, controller, **env: str
+    tmp_path, controller, source: str = "", options: str = "'--no-python', {sys!r}", **env: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "worker.py").write_text(source or WORKER)
+    words = options.format(sys=sys.executable)
     done = python(
         f"""
         import logging, mindx_elastic.api
         logging.basicConfig(level=logging.WARNING)
         from torch.distributed.run import main
-        main(['--nproc-per-node', '4', '--standalone', '--no-python', '--monitor-interval', '0.05',
-              {sys.executable!r}, {str(tmp_path / "worker.py")!r}, {str(tmp_path)!r}])
+        main(['--nproc-per-node', '4', '--standalone', '--monitor-interval', '0.05',
+              {words}, {str(tmp_path / "worker.py")!r}, {str(tmp_path)!r}])
         """,
         MINDX_TASK_ID="torch-job",
         MINDX_SERVER_IP=controller.address,
@@ -110,6 +115,27 @@ def torchrun(
         **env,
     )
     return done, sorted((tmp_path / "started").read_text().splitlines())
+
+
+SESSION = """
+import os, sys, torch
+from phalanx import training
+folder = sys.argv[1]
+with training.session(backend="gloo") as job:
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optim = torch.optim.SGD(net.parameters(), lr=0.1)
+    job.protect(model=net, optim=optim)
+    open(f"{folder}/started", "a").write(f"{job.rank} {os.getpid()}\\n")
+    for step in job.steps(8):
+        with step:
+            if job.rank == 1 and int(step) == 3 and not os.path.exists(f"{folder}/died"):
+                open(f"{folder}/died", "w").close()
+                os.kill(os.getpid(), 9)
+            optim.zero_grad()
+            net(torch.ones(2, 4)).sum().backward()
+            optim.step()
+    open(f"{folder}/ended", "a").write(f"{job.rank} {os.getpid()}\\n")
+"""
 
 
 def outcome(controller) -> str:
@@ -145,3 +171,46 @@ def test_without_leave_the_whole_group_restarts_and_the_log_says_why(tmp_path):
         assert len(started) == 8 and sum("True" in line for line in started) == 4
         assert outcome(controller) == "exit"
         assert "in place was not offered: ENABLE_RESTART_FAULT_PROCESS is not on" in done.stderr
+
+
+DDP = """
+import os, sys, torch
+import torch.distributed as dist
+folder, rank = sys.argv[1], os.environ["RANK"]
+whole = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+dist.init_process_group("gloo")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+open(f"{folder}/started", "a").write(f"{rank} {whole}\\n")
+for step in range(8):
+    if rank == "1" and step == 3 and not whole:
+        os.kill(os.getpid(), 9)
+    net(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@slow
+@pytest.mark.parametrize("in_place", ["off", "on"])
+def test_plain_ddp_restarts_as_a_whole_and_the_log_says_why(tmp_path, in_place):
+    with Controller("--strategies", "recover-in-place,dump") as controller:
+        done, started = torchrun(
+            tmp_path, controller, DDP, "'--tee', '0'", ENABLE_RESTART_FAULT_PROCESS=in_place
+        )
+        assert done.returncode == 0, done.stderr
+        assert sum("True" in line for line in started) == 4, started
+        assert outcome(controller)
+    assert "restarting the whole group" in done.stderr
+    assert "like plain DDP" in done.stderr
+
+
+@slow
+def test_workers_with_a_session_keep_their_processes(tmp_path):
+    with Controller("--strategies", "recover-in-place,dump") as controller:
+        done, started = torchrun(tmp_path, controller, SESSION, "'--tee', '0'")
+        assert done.returncode == 0, done.stderr
+        assert outcome(controller) == "recover-in-place succeeded"
+    by_rank = {line.split()[0] for line in started}
+    assert by_rank == {"0", "1", "2", "3"} and len(started) == 5, started
+    ended = (tmp_path / "ended").read_text().splitlines()
+    again = [line for line in started if line not in ended]
+    assert len(again) == 1 and again[0].startswith("1 "), (started, ended)
+    assert "decided by the controller: recover-in-place" in done.stderr

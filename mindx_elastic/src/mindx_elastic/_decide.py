@@ -77,9 +77,14 @@ def decide(look: Look) -> tuple[Action, tuple[int, ...], str]:
     return Action.KEEP, (), ""
 
 
+def reset_path() -> str:
+    """Where reset.json is."""
+    return os.environ.get("PHALANX_RESET_FILE", FILE)
+
+
 def read_reset(path: str | None = None) -> Reset:
     """The file, or an empty one when it is not there, no file, too large, or malformed."""
-    path = path or os.environ.get("PHALANX_RESET_FILE", FILE)
+    path = path or reset_path()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

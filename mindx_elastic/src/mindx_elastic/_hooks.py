@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mindx_elastic import api
+from mindx_elastic import _own, api
 from mindx_elastic._decide import Action, Look, Reset, decide, read_reset
 
 log = logging.getLogger("mindx_elastic")
@@ -20,6 +20,7 @@ log = logging.getLogger("mindx_elastic")
 MANY_RESTARTS = 32767
 _START_WAIT = 60.0
 _FLUSH_POLL = 0.5
+_ECHO = 60.0  # seconds in which a worker's failure may be that of a restarted peer
 _PATIENCE = 30.0  # seconds for the controller's word, unless TASKD_REPORT_FAULT_TIMEOUT says more
 
 
@@ -49,14 +50,30 @@ def patience() -> float:
     return value if value > 0 else _PATIENCE
 
 
+def controller_address() -> str:
+    """Where the controller is; on the well-known port unless it is given."""
+    if os.environ.get("LOCAL_PROXY_ENABLE") == "on":
+        return "127.0.0.1"
+    return os.environ.get("MINDX_SERVER_IP") or os.environ["MINDX_SERVER_DOMAIN"]
+
+
 def launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
-    """max_restarts 0 becomes a number that recoveries do not use up."""
+    """max_restarts 0 becomes a number that recoveries do not use up; a program with a Phalanx
+    session is run by Phalanx's own agent."""
 
     @functools.wraps(original)
-    def wrapper(config: Any, *args: Any, **more: Any) -> Any:
-        if recovery_on() and config.max_restarts == 0:
+    def wrapper(config: Any, entrypoint: Any, args: Any, **more: Any) -> Any:
+        if not recovery_on():
+            return original(config, entrypoint, args, **more)
+        if config.max_restarts == 0:
             config = dataclasses.replace(config, max_restarts=MANY_RESTARTS)
-        return original(config, *args, **more)
+        line = _own.words(config, entrypoint, args)
+        job = line and _own.job_config(
+            line, (controller_address(),), os.environ["MINDX_TASK_ID"], patience()
+        )
+        if job:
+            return _own.run(job)
+        return original(config, entrypoint, args, **more)
 
     return wrapper
 
@@ -159,6 +176,10 @@ class Run:
         self.processes = Processes(agent)
         self.signals: queue.Queue[Any] = queue.Queue()
         self.link: Any = None
+        self.store: Any = None
+        self.replaced: set[int] = set()  # local ranks restarted singly since the group's start
+        self.replaced_at = 0.0
+        self.echo = ""
         self.killed = False
         self.before = Reset()
         self.incarnations: dict[int, int] = {}
@@ -171,6 +192,7 @@ class Run:
         from torch.distributed.elastic.agent.server.api import WorkerState
 
         agent, group = self.agent, self.agent._worker_group
+        agent._rendezvous = self.with_a_fresh_store(agent._rendezvous)
         agent._initialize_workers(group)
         self.before = read_reset()
         self.open_link()
@@ -203,14 +225,27 @@ class Run:
             if self.link is not None:
                 self.link.close()
 
+    def with_a_fresh_store(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A restarted group gets a store of its own: torch's agent shares one among all
+        attempts, in which the addresses of dead workers lead the new ones astray."""
+
+        def rendezvous(group: Any) -> None:
+            original(group)
+            restarted = self.agent._remaining_restarts < self.spec.max_restarts
+            shared = getattr(self.spec.rdzv_handler, "use_agent_store", False)
+            if restarted and shared and group.group_world_size == 1:
+                from torch.distributed import TCPStore
+
+                self.store = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
+                group.master_port = self.store.port
+
+        return rendezvous
+
     def open_link(self) -> None:
         """Node 0 holds the job's connection; the others only report."""
         from phalanx.client import Credentials, Declaration, Link
 
         group = self.agent._worker_group
-        address = os.environ.get("MINDX_SERVER_IP") or os.environ["MINDX_SERVER_DOMAIN"]
-        if os.environ.get("LOCAL_PROXY_ENABLE") == "on":
-            address = "127.0.0.1"
         secure = os.environ.get("ELASTIC_GRPC_SECURE_CONNECT") == "on"
         root = os.environ.get("ELASTIC_GRPC_SECURE_CERTIFICATES_PATH", "")
         if secure and not root:
@@ -220,7 +255,7 @@ class Run:
             )
         world = group.workers[0].world_size if group.workers else 0
         self.link = Link(
-            address,
+            controller_address(),
             os.environ["MINDX_TASK_ID"],
             self.signals.put,
             on_state=lambda state, text: log.info("controller: %s %s", state, text),
@@ -306,6 +341,8 @@ class Run:
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
     def restart_ranks(self, local_ranks: tuple[int, ...], why: str) -> None:
+        self.replaced |= set(local_ranks)
+        self.replaced_at = time.monotonic()
         made = self.processes.restart(local_ranks)
         log.warning("restarted only local ranks %s (pids %s): %s", local_ranks, made, why)
         for local, pid in made.items():
@@ -313,6 +350,7 @@ class Run:
 
     def restart_all(self, why: str) -> None:
         log.warning("restarting the whole group: %s", why)
+        self.replaced.clear()
         self.agent._remaining_restarts -= 1
         self.agent._restart_workers(self.agent._worker_group)
 
@@ -321,6 +359,25 @@ class Run:
             self.restart_all(why)
             return None
         return self.fail(f"{why}; no restarts are left")
+
+    def why_not_in_place(self) -> str:
+        """Why single processes are not restarted; "": they are."""
+        if not in_place_allowed():
+            return (
+                "ENABLE_RESTART_FAULT_PROCESS is not on; workers that do not wait for the word, "
+                "like plain DDP, fail with their peer"
+            )
+        return self.echo
+
+    def note_echo(self, failed: tuple[int, ...]) -> None:
+        """See whether workers fail because a peer did, which no restart of one of them cures."""
+        others = sorted(set(failed) - self.replaced)
+        if self.replaced and others and time.monotonic() - self.replaced_at < _ECHO:
+            self.echo = (
+                f"local rank {others[0]} failed {time.monotonic() - self.replaced_at:.0f} s after "
+                f"only {sorted(self.replaced)} had been restarted: these workers do not wait for "
+                "the word, like plain DDP, and fail with their peer"
+            )
 
     def report(self, faults: dict[int, int], reasons: dict[int, str]) -> bool:
         """Tells the controller; False: nobody is there."""
@@ -348,6 +405,7 @@ class Run:
         """Reports a failure and does what the controller says, within a bound."""
         by_local = {local: rank for rank, local in self.globals().items()}
         codes = self.processes.failed()
+        self.note_echo(failed)
         reasons = {by_local[r]: f"exit code {codes.get(r)}" for r in failed}
         log.warning("workers failed: %s; asking the controller", reasons)
         if not self.report({by_local[r]: 1 for r in failed}, reasons):
@@ -396,7 +454,7 @@ class Run:
         if signal.signal == "stopTrain":
             link.stop_complete(signal, 0)
         elif signal.signal == "globalFault":
-            offer = ["recover", "exit"] if in_place_allowed() else ["exit"]
+            offer = ["exit"] if self.why_not_in_place() else ["recover", "exit"]
             link.strategies(signal, offer)
         elif signal.signal == "saveAndExit" or signal.strategy == "dump":
             link.status(signal, 407, "this agent cannot save; the workers' own controller can")
@@ -407,11 +465,8 @@ class Run:
             return True, None
         elif signal.strategy == "exit":
             why = f"the controller decided: {signal.reason}"
-            if not in_place_allowed():
-                why += (
-                    " (in place was not offered: ENABLE_RESTART_FAULT_PROCESS is not on; workers "
-                    "that do not wait for the word, like plain DDP, fail with their peer)"
-                )
+            if why_not := self.why_not_in_place():
+                why += f" (in place was not offered: {why_not})"
             result = self.restart_or_fail(why)
             link.status(signal, 0)
             return True, result

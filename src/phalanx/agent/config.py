@@ -12,7 +12,8 @@ from phalanx.recovery.deadlines import Limits
 @dataclass(frozen=True)
 class Controller:
     """A controller to be asked: its addresses, the seconds a decision may take, and the PEM
-    files and the token with which it is reached (none: clear text, no token)."""
+    files and the token with which it is reached (none: clear text, no token). ``job`` is the
+    job's name there; none: its run id."""
 
     addresses: tuple[str, ...]
     timeout: float = 2.0
@@ -20,6 +21,7 @@ class Controller:
     certificate: str = ""
     key: str = ""
     token: str = ""
+    job: str = ""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class JobAgent(SimpleElasticAgent):
         advised = Advised(*parts)
         advised.counsel = self.counsel = Counsel(
             controller,
-            self.config.run_id,
+            controller.job or self.config.run_id,
             self._worker_group.spec.local_world_size,
             self.supervisor.wake,
             self.events,

@@ -2,7 +2,6 @@
 
 One controller at a time: it holds a key under a lease, and each write is a transaction that
 asks for that key first. A controller that has lost its lease can therefore write nothing more.
-Written to etcd's published API and tested against a stand-in of it.
 """
 
 from __future__ import annotations
