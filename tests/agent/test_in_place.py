@@ -137,3 +137,85 @@ wait_for("end")
     run.until(lambda: run.events("recovered"))
     (run.folder / "end").touch()
     assert run.wait() == 0, run.err
+
+
+def test_told_to_stop_the_ranks_end_after_one_step(member) -> None:
+    run = member(
+        "--nproc-per-node 2 --shutdown-timeout 40",
+        """
+phalanx.progress(3)
+end.send("hello", generation=1, rank=RANK, capabilities=["stop_at"], waiting=False)
+say("up", RANK)
+while True:
+    message = hear()
+    if message.type == "stop_at":
+        say("stop", message.fields["step"])
+        end.send("stopped_at", step=message.fields["step"], saved=True)
+        sys.exit(0)
+""",
+    )
+    run.until(lambda: len(run.said()) == 2)
+    run.until(lambda: run.events("workers_started"))
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 143, run.err
+    (step,) = {line for line in run.said() if line.startswith("stop")}
+    assert int(step.split()[1]) >= 5, "two steps ahead at least"
+    assert f"step {step.split()[1]} was the last and was saved" in run.err
+
+
+def test_a_second_signal_does_not_wait_for_the_step(member) -> None:
+    run = member(
+        "--nproc-per-node 2 --shutdown-timeout 1000",
+        """
+phalanx.progress(3)
+end.send("hello", generation=1, rank=RANK, capabilities=["stop_at"], waiting=False)
+say("up", RANK)
+while True:
+    if hear().type == "stop_at": say("stop")
+""",
+    )
+    run.until(lambda: len(run.said()) == 2)
+    run.until(lambda: run.events("workers_started"))
+    run.signal(signal.SIGTERM)
+    run.until(lambda: run.said().count("stop") == 2)
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 143, run.err
+    assert "was the last" not in run.err
+
+
+def test_when_nothing_else_is_left_the_state_is_dumped_before_the_restart(member) -> None:
+    run = member(
+        "--nproc-per-node 2 --max-restarts 1",
+        """
+if ATTEMPT: say("again", RANK); sys.exit(0)
+phalanx.progress(5)
+end.send("hello", generation=generation, rank=RANK, capabilities=["dump"], waiting=JOIN)
+if RANK == 1 and not JOIN: os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    message = hear()
+    told = message.fields
+    if message.type == "leave":
+        end.send("left", generation=told["generation"], step=4, clean=True, shard=0, shards=1)
+    if message.type == "join":
+        generation = told["generation"]
+        end.send("good_step", generation=generation, step=4, report={"lost_steps": 0})
+        if RANK == 1:
+            wait_for(f"good{generation}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        open(os.environ["TEST_OUT"] + f"/good{generation}", "w").close()
+    if message.type == "dump":
+        say("dump", told["step"], told["writers"], told["commit"])
+        end.send("dumped", generation=told["generation"], step=told["step"], complete=True,
+                 commit=told["commit"], text="", path="/checkpoints")
+""",
+    )
+    assert run.wait() == 0, run.err
+    assert [s for s in run.said() if s.startswith("dump")] == [
+        "dump 4 [0] False",
+        "dump 4 [0] True",
+    ]
+    assert "step 4 was dumped to /checkpoints first" in run.err
+    assert "recover-in-place: tried 3 times at step 5 without a good step since" in run.err
+    (event,) = run.events("restart_group")
+    assert event["data"]["dumped"] == 4
+    assert {"again 0", "again 1"} <= set(run.said())

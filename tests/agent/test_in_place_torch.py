@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
@@ -21,24 +22,29 @@ SCRIPT = """
             return False
         return True
 
-    with training.session(backend="gloo") as job:
+    with training.session(backend="gloo", checkpoint=os.environ.get("CHECKPOINTS")) as job:
         torch.manual_seed(1)
         net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
         optim = torch.optim.SGD(net.parameters(), lr=0.1)
         job.protect(model=net, optim=optim)
         lost = []
         say("up", job.rank, os.getpid())
-        for step in job.steps(12):
+        for step in job.steps(int(os.environ.get("STEPS", 12))):
             with step:
                 data = torch.Generator().manual_seed(100 * int(step) + job.rank)
                 loss = net(torch.randn(4, 8, generator=data)).square().mean()
                 what = FAULT.get(f"{job.rank}.{int(step)}")
-                if what and happens(f"fault-{job.rank}-{int(step)}"):
+                out = os.environ["TEST_OUT"] + "/faults"
+                if what in ("kill", "device") and happens(f"fault-{job.rank}-{int(step)}"):
                     if what == "kill": os.kill(os.getpid(), signal.SIGKILL)
                     if what == "device": raise training.DeviceFault("injected")
+                if what and what.startswith("always") and len(os.listdir(out)) < 7:
+                    happens(f"faults/{len(os.listdir(out))}")
+                    raise training.DeviceFault("injected")
                 optim.zero_grad(); loss.backward(); optim.step()
+                if int(step) == 1: say("in", job.rank, 0)
             lost.append((int(step), loss.item()))
-        say("end", job.rank, os.getpid(), json.dumps(dict(lost)))
+        say("end", job.rank, os.getpid(), json.dumps(dict(lost[-20:])))
 """
 
 
@@ -105,3 +111,38 @@ def test_the_others_keep_their_processes_and_the_losses_are_the_same(
     assert {e["data"]["strategy"] for e in recovered} == {strategy}
     assert not run.events("restart_group")
     assert "in place" in run.err.splitlines()[-1]
+
+
+def test_a_fault_that_no_try_cures_is_dumped_and_the_restart_goes_on_from_there(
+    job, calm, tmp_path
+) -> None:
+    (tmp_path / "faults").mkdir()
+    env = {"FAULT": json.dumps({"1.5": "always"}), "CHECKPOINTS": str(tmp_path / "checkpoints")}
+    run = job("--nproc-per-node 4", SCRIPT, env=env)
+    assert run.wait(90) == 0, run.err
+    (given_up,) = run.events("restart_group")
+    assert "retry: tried 3 times at step 5" in given_up["data"]["why"]
+    assert "recover-in-place: tried 3 times at step 5" in given_up["data"]["why"]
+    if given_up["data"]["dumped"] is None:
+        # a rank that gloo kept gave itself up, and that at the moment when nothing was left
+        return
+    assert given_up["data"]["dumped"] == 4
+    for rank, losses in ends(run).items():
+        assert min(map(int, losses)) == 5, "nothing was done again"
+        assert losses == {s: calm[rank][s] for s in losses}
+    assert "0 finished steps done again" in run.err
+
+
+def test_told_to_stop_it_is_saved_and_the_next_run_goes_on(job, calm, tmp_path) -> None:
+    env = {"CHECKPOINTS": str(tmp_path / "checkpoints"), "STEPS": "100000000"}
+    run = job("--nproc-per-node 2", SCRIPT, env=env)
+    run.until(lambda: sum(line.startswith("in") for line in run.said()) == 2)
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 143, run.err
+    (stopped,) = run.events("stopped")
+    last = stopped["data"]["step"]
+    assert stopped["data"]["saved"]
+    assert sorted((tmp_path / "checkpoints").glob("step-*"))[-1].name == f"step-{last:010d}"
+    again = job("--nproc-per-node 2", SCRIPT, env={**env, "STEPS": str(last + 3)})
+    assert again.wait() == 0, again.err
+    assert {min(map(int, losses)) for losses in ends(again).values()} == {last + 1}

@@ -5,11 +5,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.recovery import ending, episode
+from phalanx.recovery.ending import Dump, Exit, Leave, stop_step
 from phalanx.recovery.episode import (
+    Bounds,
     Died,
+    Dumped,
+    Effect,
     Event,
     Fault,
     Finished,
+    GiveUp,
     GoodStep,
     Hello,
     Kill,
@@ -20,11 +26,15 @@ from phalanx.recovery.episode import (
     RestartGroup,
     State,
     Tick,
-    advance,
     next_deadline,
 )
 
 W = 4
+BOUNDS = Bounds(ending=ending.Bounds())
+
+
+def advance(state: State, event: Event, now: float) -> tuple[State, list[Effect]]:
+    return episode.advance(state, event, now, BOUNDS)
 
 
 def in_loop(world: int = W) -> State:
@@ -113,14 +123,19 @@ def test_no_good_step_in_time_restarts_the_group() -> None:
 def test_the_same_step_again_and_again_is_not_retried_for_ever() -> None:
     state = in_loop()
     now = 1.0
+    tried = []
     for _ in range(10):
         state, effects = advance(state, Fault(1, state.generation, "device", "ECC", 7), now)
-        if isinstance(effects[0], RestartGroup):
+        if isinstance(effects[-1], Exit):
             break
         for rank in range(W):
             state, _ = advance(state, GoodStep(rank, state.generation, 6), now)
+        tried.append([type(e).__name__ for e in effects])
         now += 1
-    (over,) = effects
+    same = ["Regroup"], ["Kill", "Replace", "Regroup"]
+    assert tried == [same[0]] * 3 + [same[1]] * 3
+    assert effects[1:] == [Exit((1,))], "it shows its own exception"
+    state, (over,) = advance(state, Died(1, "raised DeviceFault"), now)
     assert isinstance(over, RestartGroup)
     assert "tried 3 times at step 7" in over.why
 
@@ -138,14 +153,141 @@ def test_stale_words_change_nothing() -> None:
         assert after == state
 
 
+def dumpers(world: int = W) -> State:
+    state = State.fresh(world)
+    for rank in range(world):
+        state, _ = advance(state, Hello(rank, 1, dumps=True), 0.0)
+    return state
+
+
+def last_tries(state: State) -> tuple[State, list[object]]:
+    """Rank 2 dies at step 7 until the ladder has nothing left in place."""
+    effects: list[object] = []
+    for now in range(1, 9):
+        state, effects = walk(state, (float(now), Died(2, "was killed by SIGKILL", 7)))
+        if isinstance(effects[-1], Leave):
+            return state, effects
+        for rank in range(W):
+            state, _ = walk(
+                state,
+                (now + 0.1, Hello(rank, state.generation, dumps=True)),
+                (now + 0.2, GoodStep(rank, state.generation, 6)),
+            )
+    raise AssertionError("the ladder never ends")
+
+
+def holds(rank: int, generation: int, shard: int = 0, shards: int = 1, clean: bool = True) -> Left:
+    return Left(rank, generation, 6, clean, shard, shards)
+
+
+def test_what_living_ranks_hold_is_written_down_before_the_restart() -> None:
+    state, effects = last_tries(dumpers())
+    g = state.generation
+    assert isinstance(effects[0], GiveUp)
+    assert effects[1:] == [Leave(g, (0, 1, 3))]
+    state, effects = walk(state, *[(9.0, holds(r, g)) for r in (0, 1, 3)])
+    assert effects == [Dump(g, 6, (0,), (0, 1, 3))]
+    state, effects = walk(state, *[(9.1, Dumped(r, g, 6, complete=True)) for r in (0, 1, 3)])
+    assert effects == [Dump(g, 6, (0,), (0,), commit=True)]
+    _, (over,) = walk(state, (9.2, Dumped(0, g, 6, commit=True, complete=True, text="/c")))
+    assert isinstance(over, RestartGroup)
+    assert over.dumped == 6
+    assert over.words == "step 6 was dumped to /c first"
+    assert "tried 3 times at step 7" in over.why
+    assert not over.final
+
+
+def test_a_writer_that_dies_is_followed_by_another_with_its_shard() -> None:
+    state, _ = last_tries(dumpers())
+    g = state.generation
+    state, effects = walk(
+        state, (9.0, holds(0, g, 0, 2)), (9.0, holds(1, g, 1, 2)), (9.0, holds(3, g, 1, 2))
+    )
+    assert effects == [Dump(g, 6, (0, 1), (0, 1, 3))]
+    state, effects = walk(state, (9.1, Died(1, "x")))
+    assert effects == [Dump(g, 6, (0, 3), (0, 3))]
+    state, effects = walk(state, (9.2, Died(0, "x")))
+    assert effects == [RestartGroup(state.why, words=effects[0].words)]
+    assert "no whole state" in effects[0].words
+
+
+def test_half_a_state_is_not_written_down() -> None:
+    state, _ = last_tries(dumpers())
+    g = state.generation
+    _, effects = walk(state, *[(9.0, holds(r, g, clean=False)) for r in (0, 1, 3)])
+    (over,) = effects
+    assert over.dumped is None
+    assert "no whole state" in over.words
+
+
+def test_a_dump_that_takes_for_ever_ends_in_the_restart_all_the_same() -> None:
+    state, _ = last_tries(dumpers())
+    seen: list[object] = []
+    for _ in range(4):
+        if (due := next_deadline(state)) is None:
+            break
+        g = state.generation
+        state, effects = walk(state, (due - 1, holds(0, g)), (due, Tick()))
+        seen += effects
+    assert [type(e).__name__ for e in seen] == ["Dump", "RestartGroup"]
+    assert "did not write within 600 s" in seen[-1].words  # type: ignore[attr-defined]
+
+
+def test_a_lost_peer_is_the_one_that_said_it_ends() -> None:
+    told = Fault(2, 1, "bug", "ValueError: x", 7)
+    state, effects = walk(in_loop(), (1.0, told), (1.0, Fault(1, 1, "peer", "closed")))
+    state, effects = walk(state, (2.0, Tick()), (5.0, Tick()), (6.0, Finished(2)))
+    assert effects == []
+    _, effects = walk(state, (6.1, Died(2, "raised ValueError: x", 7)))
+    assert effects[0] == Replace(2, 2)
+    _, effects = walk(state, (21.0, Tick()))
+    assert effects == [Kill(2, "did not end within 20 s of its exception")]
+
+
+def test_the_same_exception_at_the_same_step_ends_the_job() -> None:
+    state = in_loop()
+    for now in range(1, 9):
+        state, effects = walk(
+            state, (now, Fault(1, state.generation, "bug", "ValueError: x", 7)), (now, Died(1, "x"))
+        )
+        if isinstance(effects[0], RestartGroup):
+            break
+        for rank in range(W):
+            state, _ = walk(
+                state,
+                (now + 0.1, Hello(rank, state.generation)),
+                (now + 0.2, GoodStep(rank, state.generation, 6)),
+            )
+    (over,) = effects
+    assert isinstance(over, RestartGroup)
+    assert over.final
+    assert "the same exception for the 3. time" in over.why
+
+
 KINDS = ["device", "network", "peer", "memory", "bug", "regroup", "lost-state"]
 events = st.one_of(
     st.builds(Died, st.integers(0, W - 1), st.just("x"), st.none() | st.integers(0, 5)),
     st.builds(
         Fault, st.integers(0, W - 1), st.integers(0, 8), st.sampled_from(KINDS), st.just("t")
     ),
-    st.builds(Hello, st.integers(0, W - 1), st.integers(0, 8), st.booleans()),
-    st.builds(Left, st.integers(0, W - 1), st.integers(0, 8)),
+    st.builds(Hello, st.integers(0, W - 1), st.integers(0, 8), st.booleans(), st.booleans()),
+    st.builds(
+        Left,
+        st.integers(0, W - 1),
+        st.integers(0, 8),
+        st.none() | st.integers(0, 5),
+        st.booleans(),
+        st.integers(0, 1),
+        st.integers(0, 2),
+    ),
+    st.builds(
+        Dumped,
+        st.integers(0, W - 1),
+        st.integers(0, 8),
+        st.integers(0, 5),
+        st.booleans(),
+        st.booleans(),
+    ),
     st.builds(GoodStep, st.integers(0, W - 1), st.integers(0, 8), st.integers(0, 5)),
     st.builds(Finished, st.integers(0, W - 1)),
     st.just(Tick()),
@@ -192,3 +334,13 @@ def test_who_ends_after_its_good_step_harms_no_recovery() -> None:
     events: list[tuple[float, Event]] = [(1.1, Hello(1, 2, True)), (1.2, GoodStep(0, 2, 52))]
     state, effects = walk(state, *events, (1.3, Finished(0)), (1.4, GoodStep(1, 2, 52)))
     assert [type(e) for e in effects] == [Recovered]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0, 1e6)), max_size=5))
+def test_the_step_to_stop_after_is_ahead_of_everybody(pace: list[tuple[int, float]]) -> None:
+    step = stop_step(pace)
+    assert (step is None) == (not pace)
+    for at, seconds in pace:
+        assert step is not None
+        assert step >= at + 2
+        assert seconds * (step - at) >= 0.99 or not seconds or seconds < 1e-9

@@ -112,11 +112,12 @@ class Advised(InPlace):
         ruled = ruled or bool(troubles and self._open.issuperset(t.rank for t in troubles))
         only = self._ruling.strategy if ruled and self._ruling else None
         effects = self._peek(event, only)
-        if not _decisive(effects):
+        ends = self._machine is not None and self._machine.ending is not None
+        if ends or not _decisive(effects):
             super()._advance(event, words_)
             return
-        why = next((e.why for e in effects if isinstance(e, episodes().RestartGroup)), None)
-        if ruled and why is None:
+        why = _gives_up(effects)
+        if ruled and (why is None or (only == words.DUMP and _dumps(effects))):
             self._open.difference_update(t.rank for t in troubles)
             self._commit(event, words_, only)
             return
@@ -151,7 +152,7 @@ class Advised(InPlace):
         possible = []
         for name in (words.RETRY, words.IN_PLACE, words.DUMP):
             effects = self._peek(event, name)
-            if not any(isinstance(e, episodes().RestartGroup) for e in effects):
+            if _dumps(effects) if name == words.DUMP else _gives_up(effects) is None:
                 possible.append(name)
         return tuple(possible)
 
@@ -300,13 +301,26 @@ class Advised(InPlace):
 
 def _decisive(effects: Iterable[ep.Effect]) -> bool:
     ep = episodes()
-    return any(isinstance(e, ep.Replace | ep.Regroup | ep.RestartGroup) for e in effects)
+    decisions = ep.Replace | ep.Regroup | ep.GiveUp | ep.RestartGroup
+    return any(isinstance(e, decisions) for e in effects)
+
+
+def _gives_up(effects: Iterable[ep.Effect]) -> str | None:
+    """Why the machine would go on in place no more; None: it would go on."""
+    ep = episodes()
+    return next((e.why for e in effects if isinstance(e, ep.GiveUp | ep.RestartGroup)), None)
+
+
+def _dumps(effects: Iterable[ep.Effect]) -> bool:
+    from phalanx.recovery import ending
+
+    return any(isinstance(e, ending.Leave) for e in effects)
 
 
 def _strategy(effects: Iterable[ep.Effect]) -> str:
     ep = episodes()
     kinds = {type(e) for e in effects}
-    if ep.RestartGroup in kinds:
+    if kinds & {ep.GiveUp, ep.RestartGroup}:
         return words.EXIT
     return words.IN_PLACE if ep.Replace in kinds else words.RETRY
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from phalanx.agent import report
 from phalanx.agent.crew import CannotStart, Crew
 from phalanx.agent.story import Story, plain
 from phalanx.process import pause
-from phalanx.process.supervisor import SupervisorError
+from phalanx.process.supervisor import SupervisorError, WorkerSpoke
 
 if TYPE_CHECKING:
     import socket
@@ -45,9 +46,12 @@ def event_of(rank: int, message: Message, generation: int) -> ep.Event | None:
     from phalanx.recovery import episode as ep
 
     if message.type == "hello":
-        return ep.Hello(rank, generation, bool(say.get("waiting")))
+        able = say.get("capabilities")
+        dumps = isinstance(able, list) and "dump" in able
+        return ep.Hello(rank, generation, bool(say.get("waiting")), dumps)
     if message.type == "left":
-        return ep.Left(rank, generation)
+        shard, shards = _whole(say.get("shard"), 0), _whole(say.get("shards"), 0)
+        return ep.Left(rank, generation, step, say.get("clean") is True, shard, shards)
     if message.type == "fault":
         kind, text = str(say.get("kind", ""))[:40], str(say.get("text", ""))[:2000]
         return ep.Fault(rank, generation, kind, text, step)
@@ -56,7 +60,18 @@ def event_of(rank: int, message: Message, generation: int) -> ep.Event | None:
         return ep.GoodStep(rank, generation, step or 0, told if isinstance(told, dict) else {})
     if message.type == "finished":
         return ep.Finished(rank)
+    if message.type == "dumped" and step is not None:
+        complete = say.get("complete") is True
+        text = str(say.get("path" if complete else "text", ""))[:2000]
+        return ep.Dumped(rank, generation, step, say.get("commit") is True, complete, text)
     return None
+
+
+def is_hello(happening: Any) -> bool:
+    """Whether a worker has said that it is in its loop. Of all that has happened that is to be
+    known first: without it a fault that came later is one that cannot be recovered in place.
+    """
+    return isinstance(happening, WorkerSpoke) and happening.message.type == "hello"
 
 
 class Hands:
@@ -115,6 +130,21 @@ class Hands:
             )
         self.crew.prepare_later()
 
+    def stop_at(self, ranks: Iterable[int], step: int) -> None:
+        """Have them end their loops after this step."""
+        for local_rank in self.local(ranks).values():
+            self.crew.tell(local_rank, "stop_at", step=step)
+
+    def dump(self, ranks: Iterable[int], **order: Any) -> None:
+        """Have them write a last checkpoint; ``order`` are the message's fields."""
+        for local_rank in self.local(ranks).values():
+            self.crew.tell(local_rank, "dump", **order)
+
+    def exit(self, ranks: Iterable[int], code: int) -> None:
+        """Have them end, with an exception of their own if they have one."""
+        for local_rank in self.local(ranks).values():
+            self.crew.tell(local_rank, "exit", code=code)
+
     def kill(self, rank: int, why: str) -> None:
         """End a rank's process; ``why`` is a clause for a person."""
         for local_rank in self.local([rank]).values():
@@ -144,6 +174,10 @@ class InPlace:
         self.story = story
         self.hands = Hands(crew, interruptible)
         self.why: str | None = None
+        self.final = False  # whether not even a restart helps
+        self.stop_at: int | None = None  # the step after which all were told to end
+        self.stopped: Message | None = None  # the first that has
+        self._stoppable: set[int] = set()  # worker ids
         self._next_store = next_store
         self._replaced = replaced
         self.ended: str | None = None  # why the job is not to be started again
@@ -169,7 +203,7 @@ class InPlace:
 
     def begin(self, world: int, generation: int) -> None:
         """The whole group is about to be started, as this generation."""
-        self.why = None
+        self.why, self.final = None, False
         if self._machine is not None:
             self._machine = episodes().State.fresh(world, generation, self._machine)
 
@@ -211,6 +245,11 @@ class InPlace:
         if self._machine is None:
             self._machine = episodes().State.fresh(len(self.crew.ranks), self.crew.generation)
         event = event_of(rank, message, self.crew.generation)
+        able = message.fields.get("capabilities")
+        if message.type == "hello" and isinstance(able, list) and "stop_at" in able:
+            self._stoppable.add(worker.id)
+        if message.type == "stopped_at":
+            self.stopped = self.stopped or message
         if event is None:
             if self.crew.worth_recording(worker):
                 said = {**plain(message.fields), "local_rank": worker.local_rank}
@@ -226,6 +265,29 @@ class InPlace:
             )
         self._advance(event)
 
+    def stop(self) -> int | None:
+        """Have all ranks end after the same step, with what they have in a checkpoint.
+
+        Returns the step; None when not all can (a plain program, or one that is not in its
+        loop).
+        """
+        machine = self._machine
+        if machine is None or machine.ending is not None or self.why is not None:
+            return None
+        building = machine.episode.replaced if machine.episode else frozenset()
+        for local_rank, worker in self.crew.workers.items():
+            rank = self.crew.ranks[local_rank]
+            able = worker.id in self._stoppable or rank in building
+            if not worker.alive or not able or machine.members[rank].finished:
+                return None
+        from phalanx.recovery.ending import stop_step
+
+        pages = [w.page.read() for w in self.crew.workers.values()]
+        self.stop_at = stop_step((p.step, p.seconds_per_step) for p in pages if p.step is not None)
+        if self.stop_at is not None:
+            self.hands.stop_at(self.crew.ranks, self.stop_at)
+        return self.stop_at
+
     def _advance(self, event: ep.Event, words: str | None = None) -> None:
         """Feed the machine and carry out what it says; ``words`` tell a person of the event."""
         assert self._machine is not None
@@ -238,20 +300,24 @@ class InPlace:
             self.story.episode_began(now, words or now.cause)
         elif words:
             self.story.console.warn(words)
+        if now is not None and before is not None and now.round != before.round:
+            self.story.next_round(now)
         for effect in effects:
             self._carry_out(effect)
 
     def _bounds(self, only: str | None) -> ep.Bounds:
         """The machine's bounds; ``only``: the one strategy of the ladder that is enabled."""
-        ep = episodes()
-        if only is None:
-            return ep.Bounds()  # type: ignore[no-any-return]
-        from phalanx.recovery import ladder
+        from phalanx.recovery import ending, ladder
+        from phalanx.recovery import episode as ep
 
-        enabled = frozenset({ladder.Strategy(only)})
-        return ep.Bounds(policy=ladder.Policy(enabled=enabled))  # type: ignore[no-any-return]
+        bounds = ep.Bounds(ending=ending.Bounds())
+        if only is None:
+            return bounds
+        policy = ladder.Policy(enabled=frozenset({ladder.Strategy(only)}))
+        return replace(bounds, policy=policy)
 
     def _carry_out(self, effect: ep.Effect) -> None:
+        from phalanx.recovery import ending
         from phalanx.recovery import episode as ep
 
         if isinstance(effect, ep.Replace):
@@ -263,8 +329,23 @@ class InPlace:
             self._regroup(effect)
         elif isinstance(effect, ep.Kill):
             self.hands.kill(effect.rank, effect.why)
+        elif isinstance(effect, ep.GiveUp):
+            self.story.giving_up(effect.why)
+        elif isinstance(effect, ending.Leave):
+            self.hands.leave(effect.ranks, effect.generation)
+        elif isinstance(effect, ending.Dump):
+            self.hands.dump(
+                effect.ranks,
+                generation=effect.generation,
+                step=effect.step,
+                writers=list(effect.writers),
+                commit=effect.commit,
+            )
+        elif isinstance(effect, ending.Exit):
+            self.hands.exit(effect.ranks, effect.code)
         elif isinstance(effect, ep.RestartGroup):
-            self.crew.events.record("restart_group", why=effect.why)
+            self.story.gave_up(effect)
+            self.final = effect.final
             self.give_up(effect.why)
         elif isinstance(effect, ep.Recovered):
             self.crew.close_old_stores()
@@ -288,6 +369,8 @@ class InPlace:
             world=len(effect.members),
             store=address,
         )
+        if self.stop_at is not None:
+            self.hands.stop_at(effect.members, self.stop_at)
 
 
 def _whole(value: Any, default: Any) -> Any:

@@ -19,7 +19,7 @@ from phalanx.agent import exit_codes, report
 from phalanx.agent.config import JobConfig
 from phalanx.agent.console import Console
 from phalanx.agent.crew import CannotStart, Crew
-from phalanx.agent.inplace import InPlace
+from phalanx.agent.inplace import InPlace, is_hello
 from phalanx.agent.signals import JobSignals
 from phalanx.agent.story import Story
 from phalanx.elastic.agent.server import worker_env
@@ -31,6 +31,7 @@ from phalanx.elastic.agent.server.api import (
     WorkerState,
 )
 from phalanx.elastic.metrics import put_metric
+from phalanx.elastic.multiprocessing import SignalException
 from phalanx.elastic.rendezvous.local import LocalRendezvousHandler
 from phalanx.process import pause
 from phalanx.process.supervisor import (
@@ -43,11 +44,16 @@ from phalanx.process.supervisor import (
     WorkerSpoke,
 )
 from phalanx.recovery import policy
+from phalanx.recovery.deadlines import RECOVER, STEP
 
 if TYPE_CHECKING:
     from phalanx.agent.counsel import Counsel
     from phalanx.events import EventLog
     from phalanx.health import LoopHealth, Metric
+
+
+STOP_SHARE = 0.8
+"""Of the time to stop: for the step and its checkpoint; the rest is for those that hang."""
 
 
 class JobAgent(SimpleElasticAgent):
@@ -79,6 +85,8 @@ class JobAgent(SimpleElasticAgent):
         self.verdict: policy.Verdict | None = None
         self._attempts: list[policy.Attempt] = []
         self._keeper_lost: str | None = None
+        self._stop: SignalException | None = None  # that the ranks are ending their loops for
+        self._stop_by = 0.0
         supervisor.on_turn = health.tick
 
     def _recovery(self) -> InPlace:
@@ -132,8 +140,7 @@ class JobAgent(SimpleElasticAgent):
         )
         with self.signals.checked():
             started = self.crew.start()
-        for happening in self.supervisor.wait(0):
-            self._take(happening)
+        self._take_all(self.supervisor.wait(0))
         if not attempt and self.story.restart is None:
             self.story.started(started)
         self.health.set_ready(True)
@@ -206,20 +213,46 @@ class JobAgent(SimpleElasticAgent):
     def _supervise(self) -> RunResult:
         """Until all workers have ended well, or the group has to be started again."""
         while True:
-            self.signals.check()
-            for happening in self.supervisor.wait(self._patience()):
-                self._take(happening)
+            self._heed_signals()
+            self._take_all(self.supervisor.wait(self._patience()))
             self._tick()
             if self.in_place.why is not None:
+                if self._stop is not None:
+                    raise self._stop
                 return RunResult(state=WorkerState.FAILED)
             if self.crew.succeeded():
+                stopped = self.in_place.stopped
+                if self._stop is not None and stopped is not None:
+                    self.story.stopped(stopped)
+                    raise self._stop
                 by_rank = {w.global_rank: None for w in self._worker_group.workers}
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=by_rank)
+
+    def _heed_signals(self) -> None:
+        """A stop signal ends the job; on SIGTERM a session first finishes a step and saves it.
+
+        Raises SignalException.
+        """
+        now = pause.now()
+        try:
+            self.signals.check()
+        except SignalException as stop:
+            step = None
+            if stop.sigval == signal.SIGTERM:
+                self._take_all(self.supervisor.wait(0))  # who can was perhaps told just now
+                step = self.in_place.stop()
+            if step is None:
+                raise
+            self._stop, self._stop_by = stop, now + STOP_SHARE * self._shutdown_timeout
+            self.story.stopping(step, self._stop_by - now)
+        if self._stop is not None and (self.signals.hurry() or now >= self._stop_by):
+            self._shutdown_timeout = max(1, round((1 - STOP_SHARE) * self._shutdown_timeout))
+            raise self._stop
 
     def _patience(self) -> float:
         """Seconds until something is due, at most the monitor interval."""
         now = pause.now()
-        due = [self.in_place.due(), self.crew.due()]
+        due = [self.in_place.due(), self.crew.due(), self._stop_by if self._stop else None]
         waits = [max(0.0, t - now) for t in due if t is not None]
         return min([self._worker_group.spec.monitor_interval, *waits])
 
@@ -231,6 +264,15 @@ class JobAgent(SimpleElasticAgent):
             pages = [w.page.read() for w in self.crew.workers.values()]
             self.story.see_restarted(pages, time.monotonic())
         self.crew.tick(now)
+
+    def _take_all(self, happened: list[Any]) -> None:
+        """What happened. Each worker has a channel of its own, and a death is known faster
+        than any word: what others said before is taken first.
+        """
+        if happened:
+            happened += self.supervisor.wait(0)
+        for happening in sorted(happened, key=lambda h: not is_hello(h)):
+            self._take(happening)
 
     def _take(self, happening: Any) -> None:
         """One thing that happened."""
@@ -297,6 +339,11 @@ class JobAgent(SimpleElasticAgent):
         if root is not None and root.dead_ns is not None:
             first = root.dead_ns / 1e9
         steps = [e.step for e in ends if e.step is not None]
+        done = [
+            p.step - (p.phase in (STEP, RECOVER))  # the page has the one that it is in
+            for p in (w.page.read() for w in current)
+            if p.step is not None
+        ]
         began = min((w.started_ns for w in current), default=None)
         self._attempts.append(
             policy.Attempt(
@@ -309,6 +356,8 @@ class JobAgent(SimpleElasticAgent):
         )
         max_restarts = self._worker_group.spec.max_restarts
         self.verdict = policy.decide(policy.Policy(max_restarts=max_restarts), self._attempts)
+        if self.in_place.final and self.verdict.restart:
+            self.verdict = policy.Verdict(False, reason=self.in_place.why or "")
         if self.in_place.ended is not None:
             reason = f"the controller ended the job ({self.in_place.ended})"
             self.verdict = policy.Verdict(False, reason=reason)
@@ -322,7 +371,7 @@ class JobAgent(SimpleElasticAgent):
             stacks=stacks,
             restarts=(len(self._attempts), max_restarts),
         )
-        self.story.restart_begins(first, max(steps) if steps else None)
+        self.story.restart_begins(first, max(done, default=None))
         return RunResult(state=WorkerState.FAILED, failures=self.crew.failures(ends))
 
     def _back_off(self, delay: float) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.config import JobConfig
     from phalanx.events import EventLog
+    from phalanx.process.channel import Message
     from phalanx.process.page import Progress
     from phalanx.process.preload import PreloadReport
     from phalanx.process.supervisor import WorkerProcess
@@ -196,8 +197,38 @@ class Story:
 
     def episode_began(self, now: ep.Episode, words: str) -> None:
         self.events.update(episode=now.number)
-        self.events.record("episode_began", cause=now.cause, strategy=now.strategy)
+        self.events.record(
+            "episode_began",
+            cause=now.cause,
+            strategy=now.strategy,
+            passed_over=dict(now.passed_over),
+        )
         self.console.warn(words)
+
+    def next_round(self, now: ep.Episode) -> None:
+        """Something went wrong before every rank had finished a step."""
+        self.events.record(
+            "episode_round",
+            round=now.round,
+            strategy=now.strategy,
+            passed_over=dict(now.passed_over),
+        )
+
+    def giving_up(self, why: str) -> None:
+        """Nothing cheaper than a restart of the group is left; it may be written down first."""
+        self.console.warn(f"in place is not possible: {why}")
+
+    def gave_up(self, effect: ep.RestartGroup) -> None:
+        self.events.record(
+            "restart_group",
+            why=effect.why,
+            final=effect.final,
+            dumped=effect.dumped,
+            words=effect.words,
+        )
+        if effect.words:
+            say = self.console.warn if effect.dumped is None else self.console.good
+            say(effect.words)
 
     def recovered(self, effect: ep.Recovered) -> None:
         """Every rank has finished a step: the episode is over."""
@@ -238,6 +269,20 @@ class Story:
         self.console.warn(f"decided without the controller ({why}): {strategy}")
 
     # ------------------------------------------------------------------ the end
+
+    def stopping(self, step: int, limit: float) -> None:
+        """All ranks were told to end after ``step``; ``limit`` seconds for that."""
+        self.events.record("stopping", step=step)
+        self.console.say(
+            f"told to stop: the workers end after step {step} ({seconds(limit)} for that)"
+        )
+
+    def stopped(self, message: Message) -> None:
+        """All ranks have ended after the same step."""
+        step, saved = message.fields.get("step"), message.fields.get("saved") is True
+        self.events.record("stopped", step=step, saved=saved)
+        what = " and was saved" if saved else "; the session has no checkpoint directory"
+        self.console.good(f"step {step} was the last{what}")
 
     def summary(self, what: str) -> str:
         """The closing line."""

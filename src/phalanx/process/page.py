@@ -50,6 +50,13 @@ class Progress(NamedTuple):
     first_beat_ns: int = 0  # the first beat with a step; 0: none yet
     first_step: int | None = None  # the step of that beat
 
+    @property
+    def seconds_per_step(self) -> float:
+        """On average since the first; 0.0 when it is not known."""
+        if self.step is None or self.first_step is None or self.step <= self.first_step:
+            return 0.0
+        return (self.beat_ns - self.first_beat_ns) / 1e9 / (self.step - self.first_step)
+
 
 class ProgressPage:
     """See the module. Make one with `create` (agent) or `attach` (worker)."""

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from phalanx.recovery import ladder
+from phalanx.recovery import ending, ladder
+from phalanx.recovery.repair import Holding
+
+ANY_RESTARTS = 1 << 30  # those of the group are counted elsewhere
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,14 @@ class Bounds:
     built: float = 60.0
     good: float = 120.0
     peer: float = 1.0
+    dying: float = 20.0  # from the word of its exception to the end of the process
     rounds: int = 8
-    policy: ladder.Policy = field(default_factory=ladder.Policy)
+    policy: ladder.Policy = field(
+        default_factory=lambda: ladder.Policy(
+            enabled=frozenset(ladder.Strategy), restarts=ANY_RESTARTS
+        )
+    )
+    ending: ending.Bounds | None = None  # None: a group that is given up is given up at once
 
 
 # --- events ---------------------------------------------------------------------------
@@ -38,11 +47,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Hello:
-    """The worker of ``rank`` is in its loop; ``waiting``: a replacement, built."""
+    """The worker of ``rank`` is in its loop; ``waiting``: a replacement, built; ``dumps``: it
+    could write a last checkpoint.
+    """
 
     rank: int
     generation: int
     waiting: bool = False
+    dumps: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,8 +88,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Left:
+    """It has left its step and holds the state after ``step`` (see `repair.Holding`)."""
+
     rank: int
     generation: int
+    step: int | None = None
+    clean: bool = False
+    shard: int = 0
+    shards: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,11 +112,23 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Dumped:
+    """The answer to ``dump``; ``text``: why not, or where it is."""
+
+    rank: int
+    generation: int
+    step: int
+    commit: bool = False
+    complete: bool = False
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Tick:
     """The clock has passed a deadline (or not: an early tick changes nothing)."""
 
 
-Event = Hello | Died | Gone | Fault | Left | GoodStep | Finished | Tick
+Event = Hello | Died | Gone | Fault | Left | GoodStep | Finished | Dumped | Tick
 
 # --- effects --------------------------------------------------------------------------
 
@@ -129,10 +159,23 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class RestartGroup:
-    """In place is not possible (any more): the whole group is to be started again."""
+class GiveUp:
+    """In place is not possible (any more); `RestartGroup` follows when the group has ended."""
 
     why: str
+
+
+@dataclass(frozen=True)
+class RestartGroup:
+    """In place is not possible (any more): the whole group is to be started again, or, if
+    ``final``, the job is to end. ``dumped``: the step that was written down first; ``words``:
+    what there is to say of that.
+    """
+
+    why: str
+    final: bool = False
+    dumped: int | None = None
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,7 +186,7 @@ class Recovered:
     seconds: float
 
 
-Effect = Replace | Regroup | Kill | RestartGroup | Recovered
+Effect = Replace | Regroup | Kill | GiveUp | RestartGroup | Recovered | ending.Effect
 
 # --- state ----------------------------------------------------------------------------
 
@@ -158,6 +201,9 @@ class Member:
     left: int = 0
     good: int = 0
     said: ladder.Fault | None = None  # the last fault it reported
+    dying_by: float | None = None  # it said that it ends, with an exception
+    dumps: bool = False
+    holds: tuple[int, Holding, int] | None = None  # generation it left; what; of how many shards
 
 
 @dataclass(frozen=True)
@@ -171,6 +217,7 @@ class Episode:
     generation: int
     round: int = 1
     replaced: frozenset[int] = frozenset()
+    passed_over: tuple[tuple[str, str], ...] = ()  # cheaper strategies, and why not
     phases: tuple[tuple[str, float], ...] = ()
     reports: tuple[tuple[int, Mapping[str, object]], ...] = ()
     left_by: float | None = None
@@ -191,6 +238,9 @@ class State:
     suspicion: tuple[float, Fault] | None = None
     history: ladder.History = field(default_factory=ladder.History)
     over: str | None = None
+    final: bool = False
+    why: str = ""  # the reason for the end that is under way
+    ending: ending.Ending | None = None
 
     @staticmethod
     def fresh(world: int, generation: int = 1, before: State | None = None) -> State:
@@ -217,9 +267,12 @@ def _with(state: State, rank: int, **changes: object) -> State:
 def next_deadline(state: State) -> float | None:
     """When the next Tick is due; None while nothing is waited for."""
     due = []
+    if state.ending is not None:
+        return None if state.over is not None else state.ending.by
     if state.over is None:
         if state.suspicion:
             due.append(state.suspicion[0])
+        due += [m.dying_by for m in state.members if m.alive and m.dying_by is not None]
         if state.episode:
             e = state.episode
             due += [t for t in (e.left_by, e.built_by, e.good_by) if t is not None]
@@ -234,39 +287,145 @@ def able(state: State) -> bool:
     )
 
 
-def _give_up(state: State, why: str) -> tuple[State, list[Effect]]:
-    return replace(state, over=why, suspicion=None), [RestartGroup(why)]
+def _give_up(
+    state: State,
+    bounds: Bounds,
+    now: float,
+    why: str,
+    *,
+    dump: bool = False,
+    final: bool = False,
+    blamed: frozenset[int] = frozenset(),
+) -> tuple[State, list[Effect]]:
+    """End the group; with ``dump`` what it holds is written down first."""
+    if bounds.ending is None:
+        over = RestartGroup(why, final)
+        return replace(state, suspicion=None, final=final, why=why, over=why), [over]
+    living = {r for r, m in enumerate(state.members) if m.alive and m.in_loop and not m.finished}
+    able = {r for r in living if state.members[r].dumps} if dump else set()
+    building = state.episode.replaced if state.episode else frozenset()
+    held = [
+        m.holds[1:] for m in state.members if m.holds is not None and m.holds[0] == state.generation
+    ]
+    # a replacement that has made no step yet has nothing, and may not answer
+    expected = {r for r in able if r not in building or state.members[r].good == state.generation}
+    now_ending, effects = ending.begin(
+        state.generation,
+        able=able,
+        expected=expected,
+        blamed=blamed & living,
+        held=held,
+        now=now,
+        bounds=bounds.ending,
+    )
+    state = replace(state, suspicion=None, final=final)
+    ends = now_ending.phase is ending.Phase.OVER
+    return _end(state, now_ending, [*([] if ends else [GiveUp(why)]), *effects], why)
+
+
+def _end(
+    state: State, now: ending.Ending, effects: list[Effect], why: str
+) -> tuple[State, list[Effect]]:
+    """With the next stage of the end; the last one gives the group up."""
+    state = replace(state, ending=now, why=why)
+    if now.phase is not ending.Phase.OVER:
+        return state, effects
+    over = RestartGroup(why, state.final, now.dumped, now.words)
+    return replace(state, over=why), [*effects, over]
+
+
+def _ending(
+    state: State, stage: ending.Ending, event: Event, now: float, bounds: Bounds
+) -> tuple[State, list[Effect]]:
+    """An event while the group is brought to its end."""
+    assert bounds.ending is not None
+    if isinstance(event, Tick):
+        stage, effects = ending.tick(stage, now, bounds.ending)
+    elif isinstance(event, Gone):
+        effects = []
+        for rank in event.ranks:
+            state = _with(state, rank, alive=False)
+            stage, more = ending.died(stage, rank, now, bounds.ending)
+            effects += more
+    elif isinstance(event, (Died, Finished)):
+        state = _with(state, event.rank, alive=isinstance(event, Finished))
+        stage, effects = ending.died(stage, event.rank, now, bounds.ending)
+    elif isinstance(event, Left) and event.generation == state.generation:
+        stage, effects = ending.left(stage, _holding(event), event.shards, now, bounds.ending)
+    elif isinstance(event, Dumped) and event.generation == state.generation:
+        stage, effects = ending.dumped(
+            stage,
+            event.rank,
+            event.step,
+            event.commit,
+            event.complete,
+            event.text,
+            now,
+            bounds.ending,
+        )
+    else:
+        return state, []
+    return _end(state, stage, list(effects), state.why)
+
+
+def _holding(event: Left) -> Holding:
+    return Holding(event.rank, event.shard, event.step, event.clean)
 
 
 def _round(
-    state: State, bounds: Bounds, now: float, cause: str, faults: tuple[ladder.Fault, ...]
+    state: State,
+    bounds: Bounds,
+    now: float,
+    cause: str,
+    faults: tuple[ladder.Fault, ...],
+    blamed: frozenset[int] = frozenset(),
 ) -> tuple[State, list[Effect]]:
-    """Begin an episode, or its next round, for all that is dead now."""
+    """Begin an episode, or its next round, for all that is dead now.
+
+    ``blamed``: living ranks with a fault of their own. A new try that did not cure it is
+    followed by a new process for them.
+    """
     if state.episode and state.episode.round >= bounds.rounds:
-        return _give_up(state, f"{state.episode.round} rounds did not end in a good step")
+        why = f"{state.episode.round} rounds did not end in a good step"
+        return _give_up(state, bounds, now, why, dump=True, blamed=blamed)
     decision = ladder.choose(
         bounds.policy,
         state.history,
         ladder.Situation(
-            faults=faults, living=sum(m.alive for m in state.members), able=able(state)
+            faults=faults,
+            living=sum(m.alive for m in state.members),
+            able=able(state),
+            dump_possible=any(m.dumps for m in state.members if m.alive),
         ),
     )
     state = replace(state, history=ladder.after(state.history, decision, faults))
+    over = tuple((rung.value, why) for rung, why in decision.passed_over)
     if decision.strategy not in (ladder.Strategy.RETRY, ladder.Strategy.IN_PLACE):
+        final = (
+            decision.strategy is ladder.Strategy.EXIT
+            and ladder.Strategy.RESTART in bounds.policy.enabled
+        )
+        why = (
+            decision.why
+            if final or not over
+            else "; ".join(f"{rung}: {text}" for rung, text in over)
+        )
         return _give_up(
-            state, "; ".join(f"{rung.value}: {why}" for rung, why in decision.passed_over)
+            state, bounds, now, why, dump=decision.dump_first, final=final, blamed=blamed
         )
     generation = state.generation + 1
-    dead = [rank for rank, m in enumerate(state.members) if not m.alive]
-    survivors = tuple(r for r, m in enumerate(state.members) if m.alive)
+    doomed = blamed if decision.strategy is ladder.Strategy.IN_PLACE else frozenset()
+    dead = [rank for rank, m in enumerate(state.members) if not m.alive or rank in doomed]
+    survivors = tuple(r for r, m in enumerate(state.members) if r not in dead)
     strategy = decision.strategy.value
     before = state.episode
     if before is None:
-        episode = Episode(state.episodes + 1, now, cause, strategy, generation)
+        episode = Episode(state.episodes + 1, now, cause, strategy, generation, passed_over=over)
     else:
         episode = replace(
             before,
             strategy=strategy if not before.replaced else before.strategy,
+            passed_over=over,
             generation=generation,
             round=before.round + 1,
             reports=(),
@@ -281,7 +440,9 @@ def _round(
         good_by=now + bounds.good,
     )
     for rank in dead:
-        state = _with(state, rank, alive=True, in_loop=False, left=generation, good=0)
+        state = _with(
+            state, rank, alive=True, in_loop=False, left=generation, good=0, said=None, holds=None
+        )
     state = replace(
         state,
         generation=generation,
@@ -290,7 +451,9 @@ def _round(
         replaced=state.replaced + len(dead),
         suspicion=None,
     )
-    effects: list[Effect] = [Replace(rank, generation) for rank in dead]
+    why = "had the same fault again after new tries"
+    effects: list[Effect] = [Kill(rank, why) for rank in sorted(doomed)]
+    effects += [Replace(rank, generation) for rank in dead]
     effects.append(Regroup(generation, survivors, tuple(range(state.world))))
     return state, effects
 
@@ -317,6 +480,8 @@ def advance(
             raise ValueError(f"there is no rank {named}: the world has {state.world}")
     if state.over is not None:
         return state, []
+    if state.ending is not None:
+        return _ending(state, state.ending, event, now, bounds)
     if isinstance(event, Tick):
         return _tick(state, now, bounds)
     if isinstance(event, Died):
@@ -328,11 +493,14 @@ def advance(
             fault = said  # it told why before it ended
         else:
             fault = ladder.Fault(rank, kind, event.step, event.how)
-        state = _with(state, rank, alive=False, in_loop=False, said=None)
+        # one that broke off its loop with an exception has not finished
+        state = _with(
+            state, rank, alive=False, in_loop=False, said=None, dying_by=None, finished=False
+        )
         return _round(state, bounds, now, f"rank {rank} {event.how}", (fault,))
     if isinstance(event, Gone):
         for rank in event.ranks:
-            state = _with(state, rank, alive=False, in_loop=False, said=None)
+            state = _with(state, rank, alive=False, in_loop=False, said=None, dying_by=None)
         lost = tuple(ladder.Fault(r, ladder.Kind.DEATH, None, event.how) for r in event.ranks)
         return _round(state, bounds, now, event.how, lost)
     if isinstance(event, Fault):
@@ -341,18 +509,21 @@ def advance(
         state = _with(state, rank, finished=True)
         if state.episode and state.members[rank].good < state.generation:
             # the others would wait for its step until the last bound
-            return _give_up(state, f"rank {rank} ended while the others waited for it")
+            why = f"rank {rank} ended while the others waited for it"
+            return _give_up(state, bounds, now, why)
         return state, []
     if isinstance(event, Hello):
         if event.generation > state.generation:
             return state, []
-        state = _with(state, rank, in_loop=True)
+        state = _with(state, rank, in_loop=True, dumps=event.dumps)
         e = state.episode
         if e and e.built_by is not None and all(state.members[r].in_loop for r in e.replaced):
             state = replace(state, episode=replace(e, built_by=None))
             state = _phase(state, "replaced", now)
         return state, []
     if isinstance(event, Left):
+        if event.generation == state.generation:
+            state = _with(state, rank, holds=(event.generation, _holding(event), event.shards))
         # a leave of the generation before the one that is being formed
         if state.episode is None or event.generation + 1 < state.generation:
             return state, []
@@ -363,7 +534,8 @@ def advance(
                 state = replace(state, episode=replace(e, left_by=None))
             state = _phase(state, "left", now)
         return state, []
-    assert isinstance(event, GoodStep)
+    if isinstance(event, Dumped):
+        return state, []
     if event.generation != state.generation or state.episode is None:
         return state, []
     state = _with(state, rank, good=event.generation, left=event.generation, in_loop=True)
@@ -388,9 +560,11 @@ def _fault(state: State, event: Fault, now: float, bounds: Bounds) -> tuple[Stat
     except ValueError:
         return state, []  # a word of a later version: what it does next will tell
     if fault.kind in (ladder.Kind.BUG, ladder.Kind.MEMORY):
-        return _with(state, event.rank, said=fault), []  # its process ends: Died follows
+        # its process ends: Died follows
+        return _with(state, event.rank, said=fault, dying_by=now + bounds.dying), []
     if fault.kind is ladder.Kind.LOST_STATE:
-        return _give_up(state, f"rank {event.rank} found no state to go on from: {event.text}")
+        why = f"rank {event.rank} found no state to go on from: {event.text}"
+        return _give_up(state, bounds, now, why)
     if fault.kind is ladder.Kind.PEER:
         if state.suspicion is None:
             state = replace(state, suspicion=(now + bounds.peer, event))
@@ -399,11 +573,21 @@ def _fault(state: State, event: Fault, now: float, bounds: Bounds) -> tuple[Stat
     if fault.kind is ladder.Kind.REGROUP:
         # to come together again may be tried like any other cure
         fault = replace(fault, kind=ladder.Kind.NETWORK)
-    return _round(state, bounds, now, cause, (fault,))
+        return _round(state, bounds, now, cause, (fault,))
+    return _round(state, bounds, now, cause, (fault,), frozenset({event.rank}))
 
 
 def _tick(state: State, now: float, bounds: Bounds) -> tuple[State, list[Effect]]:
+    late = [r for r, m in enumerate(state.members) if m.alive and (m.dying_by or now + 1) <= now]
+    if late:
+        for rank in late:
+            state = _with(state, rank, dying_by=None)
+        why = f"did not end within {bounds.dying:g} s of its exception"
+        return state, [Kill(rank, why) for rank in late]
     if state.suspicion and now >= state.suspicion[0]:
+        dying = [m.dying_by for m in state.members if m.alive and m.dying_by is not None]
+        if dying:  # that is the peer that was lost
+            return replace(state, suspicion=(max(dying) + bounds.peer, state.suspicion[1])), []
         fault = state.suspicion[1]
         cause = f"rank {fault.rank} lost a peer that lives: {fault.text}"
         known = ladder.Fault(fault.rank, ladder.Kind.PEER, fault.step, fault.text)
@@ -420,5 +604,6 @@ def _tick(state: State, now: float, bounds: Bounds) -> tuple[State, list[Effect]
         state = replace(state, episode=replace(e, built_by=None))
         return state, [Kill(r, f"was not ready within {bounds.built:g} s") for r in sorted(late)]
     if e.good_by is not None and now >= e.good_by:
-        return _give_up(state, f"no good step within {bounds.good:g} s of the fault")
+        why = f"no good step within {bounds.good:g} s of the fault"
+        return _give_up(state, bounds, now, why, dump=True)
     return state, []

@@ -170,15 +170,19 @@ class Member:
         fabric.cut(self.generation)
         self._rest()
         self._mark("left")
-        link.say(
+        self._say_left()
+        self._come_together(connected=False, first=False)
+
+    def _say_left(self) -> None:
+        assert self._link is not None
+        self._link.say(
             "left",
-            generation=self.generation,
+            generation=max(self.generation, self._link.left),
             step=self._last(),
             clean=self._clean(),
             shard=self._shard(),
             shards=self._protected.shards(self.world, self._replicas),
         )
-        self._come_together(connected=False, first=False)
 
     def _mark(self, name: str) -> None:
         if self._recovery is not None:
@@ -241,6 +245,7 @@ class Member:
             connected = False
             first = False
             fabric.cut(self.generation)
+            self._say_left()
             if self._recovery is None:
                 self._recovery = Recovery(self.generation)
         raise LostState(f"the ranks did not come together in {_MOST_TRIES} tries")
@@ -303,6 +308,8 @@ class Member:
         """Write this rank's part of a last checkpoint, or give the whole its name. With no word
         to any other rank: they may be dead."""
         assert self._link is not None and self._guard is not None
+        if self._page is not None:
+            self._page.beat(step=max(0, self._last()), phase="checkpoint")
         text = ""
         try:
             if self._checkpoints is None:

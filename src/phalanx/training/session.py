@@ -258,7 +258,13 @@ class Job(Member):
             while True:
                 if self._must_recover():
                     self._recover()
+                self.stopped = self._reached_stop()
                 if self._last() + 1 >= total or self.stopped:
+                    if self.stopped and self._checkpoints is not None:
+                        # even if it was just saved: whether it was, not all may know alike
+                        self._save_or_interrupt()
+                        if self._interrupted:
+                            continue
                     if self._end():
                         break
                     continue
@@ -319,7 +325,9 @@ class Job(Member):
             "hello",
             generation=self.generation,
             rank=self.rank,
-            capabilities=list(CAPABILITIES),
+            capabilities=[
+                word for word in CAPABILITIES if word != "dump" or self._checkpoints is not None
+            ],
             waiting=self.joining,
             any_rank=self._any_rank(),
         )
@@ -436,11 +444,14 @@ class Job(Member):
         every = 0 if link is None or self._interrupted else self._snapshot_every
         if every and done % every == 0:
             self._snapshot()
-        if link is not None and link.stop_at is not None and self._last() >= link.stop_at:
-            self.stopped = True
+        self.stopped = self._reached_stop()
         regular = self._checkpoint_every and done % self._checkpoint_every == 0
-        if self._checkpoints is not None and not self._interrupted and (regular or self.stopped):
+        if self._checkpoints is not None and not self._interrupted and regular:
             self._save_or_interrupt()
+
+    def _reached_stop(self) -> bool:
+        at = self._link.stop_at if self._link is not None else None
+        return at is not None and self._last() >= at
 
     # Schedulers stand between the update and the end of the step. When only what comes after the
     # update was cut off, one that has moved by one in each of the last two steps is moved.
@@ -485,7 +496,8 @@ class Job(Member):
                 self._link.fault(self.generation, Kind.PEER.value, text_of(error), self._last())
             return False
         if self.stopped:
-            self._link.say("stopped_at", step=self._last())
+            saved = self._checkpoints is not None
+            self._link.say("stopped_at", step=self._last(), saved=saved)
         return True
 
     # -- snapshots and checkpoints ------------------------------------------------------------
