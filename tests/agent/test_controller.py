@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from compat.doubles.server import OldServer  # noqa: E402
 from compat.harness import Controller  # noqa: E402
 
 pytestmark = pytest.mark.process
@@ -183,6 +184,18 @@ def test_a_device_fault_that_others_have_reported(member) -> None:
         finish(run, controller, "recover-in-place succeeded")
     assert len(pids(run)["0"]) == 1 and len(pids(run)["1"]) == 2
     assert "reported broken" in run.err
+
+
+def test_the_original_server_is_asked_as_well(member) -> None:
+    with OldServer(strategies=("recover-in-place", "dump"), keep_alive=0.2, pace=0.01) as server:
+        run = start(member, server, "--controller-timeout 30 --max-restarts 0")
+        (run.folder / "die").touch()
+        run.until(lambda: run.events("recovered"))
+        server.wait_for("ReportRecoverStatus")
+        (run.folder / "end").touch()
+        assert run.wait() == 0, run.err
+    assert [e["data"]["strategy"] for e in run.events("decided")] == ["recover-in-place"], run.err
+    assert len(pids(run)["0"]) == 1 and len(pids(run)["1"]) == 2
 
 
 def test_a_job_ends_well_without_any_controller(job) -> None:

@@ -139,9 +139,6 @@ class Link:
         self._seen: deque[Key] = deque(maxlen=_SEEN)
         self._signals: queue.Queue[Received | None] = queue.Queue(_QUEUE)
         self._threads: list[threading.Thread] = []
-        self._deciding = threading.Lock()
-        self._tap: queue.Queue[Received] | None = None
-        self._alone: str | None = None
         self.state = "new"
 
     # ---------------------------------------------------------------- life
@@ -365,14 +362,8 @@ class Link:
             self._handle(signal)
 
     def _handle(self, signal: Received) -> None:
-        tap, alone = self._tap, self._alone
         try:
-            if tap is not None:
-                tap.put(signal)
-            elif alone is not None:
-                self._answer_alone(signal, alone)
-            else:
-                self._on_signal(signal)
+            self._on_signal(signal)
         except Exception:
             log.exception("the callback for %s failed", signal.signal)
         if signal.key.round > 0 and (not signal.report_within or signal.strategy == words.EXIT):
@@ -508,89 +499,6 @@ class Link:
             key=key_of(signal),
         )
         return self.call("ReportRecoverStatus", request, timeout)
-
-    # ---------------------------------------------------------------- asking
-
-    def decide(
-        self,
-        ranks: Mapping[int, int],
-        offer: Iterable[str],
-        *,
-        incarnations: Mapping[int, int] | None = None,
-        reasons: Mapping[int, str] | None = None,
-        timeout: float = 2.0,
-    ) -> Received | None:
-        """Reports faults and asks what to do: for whoever has stopped its workers already.
-
-        Answers stop and agreement with ``offer`` and returns the deciding signal
-        (``changeStrategy``, ``saveAndExit`` or ``killMaster``), whose outcome is then reported
-        with :meth:`status`. None: not connected, or no decision within ``timeout`` seconds;
-        decide alone then and say so with :meth:`decided_alone`. Meanwhile ``on_signal`` is not
-        called. One decision at a time.
-        """
-        until = time.monotonic() + timeout
-        names = list(offer)
-        with self._deciding:
-            if not self.connected:
-                return None
-            tap: queue.Queue[Received] = queue.Queue()
-            self._alone = None
-            self._tap = tap
-            try:
-                self.report_fault(
-                    ranks, incarnations=incarnations, reasons=reasons, timeout=timeout
-                )
-                while (left := until - time.monotonic()) > 0:
-                    try:
-                        signal = tap.get(timeout=left)
-                    except queue.Empty:
-                        break
-                    if signal.signal == words.STOP_TRAIN:
-                        self.stop_complete(signal, timeout=left)
-                    elif signal.signal == words.GLOBAL_FAULT:
-                        self.strategies(signal, names, timeout=left)
-                    elif signal.signal in (
-                        words.CHANGE_STRATEGY,
-                        words.SAVE_AND_EXIT,
-                        words.KILL_MASTER,
-                    ):
-                        return signal
-            except (LinkDown, grpc.RpcError) as error:
-                log.warning("no decision of a controller: %s", error)
-            finally:
-                self._tap = None
-                while True:
-                    try:
-                        self._put(tap.get_nowait())
-                    except queue.Empty:
-                        break
-            return None
-
-    def decided_alone(self, strategy: str) -> None:
-        """The job has done ``strategy`` without a controller; that is final for this round.
-
-        Later signals for it are answered with what was done instead of going to ``on_signal``,
-        until the controller has closed its episode or :meth:`decide` is called again.
-        """
-        self._alone = strategy
-
-    def _answer_alone(self, signal: Received, strategy: str) -> None:
-        done = f"done without the controller: {strategy}"
-        wire = {words.IN_PLACE: words.RECOVER, words.ELASTIC: words.DOWNGRADE}.get(
-            strategy, strategy
-        )
-        try:
-            if signal.signal == words.STOP_TRAIN:
-                self.stop_complete(signal, 0, done)
-            elif signal.signal == words.GLOBAL_FAULT:
-                self.strategies(signal, [wire, words.EXIT])
-            elif signal.report_within:
-                same = signal.strategy == wire
-                self.status(signal, Code.OK if same else Code.CLIENT_ERROR, done)
-                if same or signal.strategy == words.EXIT:
-                    self._alone = None
-        except (LinkDown, grpc.RpcError) as error:
-            log.warning("%s could not be answered: %s", signal.signal, error)
 
     def acknowledge(self, signal: Received, timeout: float | None = None) -> Answer:
         """Tells that a signal without a report has arrived. (ClusterD does not know the call.)"""
