@@ -64,7 +64,8 @@ def load(
 ) -> Security:
     """From ``--token-file`` (else ``PHALANX_TOKEN``), ``--tls-cert``, ``--tls-key``, ``--tls-ca``.
 
-    Raises SecurityError.
+    ``PHALANX_TLS_NAME`` is the name that the others' certificates bear, where it is not the
+    host that is dialled: one certificate for all agents of a job. Raises SecurityError.
     """
     token = os.environ.get("PHALANX_TOKEN", "")
     if token_file:
@@ -83,7 +84,7 @@ def load(
         _read(certificate, "certificate"),
         _read(key, "key"),
         _read(ca, "certificate"),
-        name,
+        name or os.environ.get("PHALANX_TLS_NAME", ""),
     )
 
 
