@@ -11,6 +11,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "run": ("phalanx.cli.run", "start a training job on this machine and keep it running"),
     "check": ("phalanx.cli.check", "say what a script needs and what could be recovered"),
     "controller": ("phalanx.cli.controller", "serve the recovery protocol for a cluster"),
+    "coordinator": ("phalanx.cli.coordinator", "coordinate a job of several nodes by itself"),
+    "status": ("phalanx.cli.status", "show the nodes and ranks of a job of several nodes"),
     "jobs": ("phalanx.cli.jobs", "list the jobs of a controller"),
     "fault": ("phalanx.cli.fault", "report what is broken to a controller, or list it"),
     "mindx": ("phalanx.cli.mindx", "switch mindx_elastic's patch of torchrun on or off"),

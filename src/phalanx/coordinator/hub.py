@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from phalanx.rendezvous import model
@@ -43,12 +44,49 @@ class Chair:
         self.heard = time.monotonic()  # the last sign of life; inf: it needs none
 
 
+class CommitFailed(Exception):
+    """What was agreed could not be written; the text is a clause that says why."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What must outlive a coordinator, where there is a place for it."""
+
+    term: int = 0
+    generation: int = 0
+    attempt: int = 0
+    verdict: model.Verdict | None = None
+
+
+def facts_of(before: Facts, effects: Sequence[model.Effect]) -> Facts:
+    """What holds once these effects have been carried out."""
+    for effect in effects:
+        what = effect.what if isinstance(effect, model.To) else None
+        if isinstance(what, model.Over):
+            return replace(before, verdict=what.verdict)
+        if isinstance(what, model.Assign | model.Regroup):
+            a = what.assignment
+            if a.generation > before.generation:
+                before = replace(before, generation=a.generation, attempt=a.attempt)
+    return before
+
+
+def agree(theirs: model.Options | None, ours: model.Options) -> str:
+    """Why an agent with these options cannot take part; "": it can."""
+    if theirs is not None and (theirs.least, theirs.most) != (ours.least, ours.most):
+        return (
+            f"this agent was started with --nnodes {theirs.least}:{theirs.most}, the job with "
+            f"{ours.least}:{ours.most}: all agents of a job must agree"
+        )
+    return ""
+
+
 class Hub:
     """The machine, its clock, and who is connected.
 
-    ``record(kind, data)`` gets the machine's notes; ``commit(state, event, effects)`` runs before
-    any effect of an event (a journal); what it raises undoes the event, for that node and all
-    others (the event is dropped and the reason logged).
+    ``record(kind, data)`` gets the machine's notes. ``commit(facts)`` runs before anybody is told
+    of a new generation or of the end; if it raises CommitFailed nobody is told, the hub stops,
+    and ``on_failed(reason)`` is called: a coordinator that cannot write is none.
     """
 
     def __init__(
@@ -59,7 +97,8 @@ class Hub:
         *,
         term: int = 1,
         record: Callable[[str, Mapping[str, object]], object] | None = None,
-        commit: Callable[[Any, model.Event, Sequence[model.Effect]], object] | None = None,
+        commit: Callable[[Facts], object] | None = None,
+        on_failed: Callable[[str], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.machine = machine
@@ -81,6 +120,8 @@ class Hub:
         self.empty.set()
         self._record = record
         self._commit = commit
+        self._on_failed = on_failed
+        self.facts = Facts(term=term)
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
@@ -108,6 +149,8 @@ class Hub:
         elif type(saying) is model.Join:
             self.nodes[chair.node] = saying.node
             self.gone.pop(chair.node, None)
+            if saying.held is not None:
+                self._runs(chair.node, saying.held)
         elif type(saying) is model.Leave:
             self.gone[chair.node] = saying.reason or "left"
         self.feed(model.Said(chair.node, saying))
@@ -131,6 +174,13 @@ class Hub:
             self.rises(chair, how)
             chair.dismiss(how)
 
+    def all_quiet(self, silence: float) -> bool:
+        """Whether somebody was silent for so long, and nobody has been heard lately: then it is
+        rather this process that is cut off."""
+        heard = [chair.heard for chair in self.chairs.values()]
+        now = self._clock()
+        return bool(heard) and min(heard) < now - silence and max(heard) < now - 0.6 * silence
+
     def spare(self) -> None:
         """This process itself did not run for a while: nobody's silence counts so far."""
         now = self._clock()
@@ -146,14 +196,14 @@ class Hub:
         now = self._clock()
         try:
             state, effects = self.machine.advance(self.state, event, now, self.options)
-            if self._commit is not None:
-                self._commit(state, event, effects)
         except Exception:
             # A total function does not raise; should it, the others must not pay for it.
             self.counts["errors"] += 1
             log.exception("dropped %s", type(event).__name__)
             return
         self.state = state
+        if self._commit is not None and not self._committed(effects):
+            return
         for effect in effects:
             if isinstance(effect, model.To):
                 self._tell(effect)
@@ -161,12 +211,36 @@ class Hub:
                 self._note(effect)
         self._arm()
 
+    def _committed(self, effects: Sequence[model.Effect]) -> bool:
+        """Whether what the effects tell of is where it lasts."""
+        facts = facts_of(self.facts, effects)
+        if facts == self.facts:
+            return True
+        assert self._commit is not None
+        try:
+            self._commit(facts)
+        except CommitFailed as error:
+            log.error("the coordinator stops: %s", error)
+            self.stop(f"the coordinator could not write: {error}")
+            if self._on_failed is not None:
+                self._on_failed(str(error))
+            return False
+        self.facts = facts
+        return True
+
+    def restart(self, state: Any, term: int) -> None:
+        """Forget what is known; nobody counts as lost, and all are asked to come again."""
+        self.state, self.term = state, term
+        chairs, self.chairs = self.chairs, {}
+        for chair in chairs.values():
+            chair.dismiss("the coordinator was cut off and begins again")
+        self.empty.set()
+        self._arm()
+
     def _tell(self, effect: model.To) -> None:
         what, node = effect.what, effect.node
         if isinstance(what, model.Assign | model.Regroup):
-            self.assigned[node] = what.assignment
-            self.generation = max(self.generation, what.assignment.generation)
-            self.attempt = max(self.attempt, what.assignment.attempt)
+            self._runs(node, what.assignment)
             self.parked.pop(node, None)
         elif type(what) is model.Park:
             self.parked[node] = what.reason
@@ -176,6 +250,11 @@ class Hub:
         if chair is not None:  # else it hears it when it joins again
             self.counts["told"] += 1
             chair.tell(what)
+
+    def _runs(self, node: str, assignment: model.Assignment) -> None:
+        self.assigned[node] = assignment
+        self.generation = max(self.generation, assignment.generation)
+        self.attempt = max(self.attempt, assignment.attempt)
 
     def _note(self, note: model.Note) -> None:
         self._notes.append({"kind": note.kind, **note.data})

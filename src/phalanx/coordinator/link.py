@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import grpc
@@ -35,6 +36,7 @@ class Connection(Protocol):
     term: int
     ours: str
     coordinator: str
+    separate: bool
 
     def say(self, saying: model.Saying) -> None: ...
 
@@ -128,6 +130,7 @@ class Stream:
     def __init__(self, made: Any, stream: Any, ours: str) -> None:
         self.term = 0
         self.coordinator = ""
+        self.separate = False
         self.silence = 0.0
         self.ours = ours
         self.generation = 0
@@ -185,6 +188,7 @@ class Stream:
                 raise net.Unreachable(f"a coordinator of term {envelope.term}, which is over")
             self.term, self._heard = envelope.term, envelope.seq
             self.coordinator, self.silence = value.coordinator, value.silence
+            self.separate = value.separate
             self._beating = asyncio.create_task(self._beat())
         return value
 
@@ -298,6 +302,7 @@ class Seat:
     def __init__(self, hub: Hub, node: str, ours: str) -> None:
         self.term = hub.term
         self.coordinator = node
+        self.separate = False
         self.ours = ours
         self.generation = 0
         self._hub = hub
@@ -323,4 +328,26 @@ class Seat:
         self._hub.rises(self._chair, "it left")
 
 
-Put = Callable[[Any], object]
+async def status(endpoint: str, security: Security, timeout: float) -> dict[str, Any]:
+    """What the coordinator of the job of this agent says of it; what the agent itself says,
+    where that cannot be had. Raises Unreachable, Refused."""
+    out = await _status_of(endpoint, security, timeout)
+    moved = out.get("moved")
+    if isinstance(moved, str) and moved and moved != endpoint:
+        with contextlib.suppress(net.Unreachable, Refused):
+            return await _status_of(moved, security, timeout)
+    return out
+
+
+async def _status_of(endpoint: str, security: Security, timeout: float) -> dict[str, Any]:
+    asked = words.StatusRequest()
+    _, reply = await call(
+        endpoint, "Status", asked, wire.STATUS, security=security, timeout=timeout
+    )
+    try:
+        out = json.loads(reply.text)
+    except (ValueError, AttributeError):
+        out = None
+    if not isinstance(out, dict):
+        raise net.Unreachable("answers what makes no sense")
+    return out

@@ -90,7 +90,6 @@ class CoordinatorNode:
         self._server = Server(
             Job(plan.run_id, plan.epoch, plan.silence), plan.node.id, plan.security
         )
-        self._server.accept = self._accept
         self._server.on_higher = self._higher
         self._server.ask = self._asked
         self._server.asked = wire.kinds(election.Ask | election.Who | election.Lead)
@@ -101,6 +100,7 @@ class CoordinatorNode:
         self._roster: model.Roster | None = None
         self._takeover = takeover.Takeover(plan.run_id, plan.security, plan.on_split)
         self._heralds: set[asyncio.Task[None]] = set()
+        self._separate = plan.separate  # the coordinator is no agent
         self._lost_at = ""  # the endpoint of the one that was lost
         self._look_again = 0.0  # when it is next worth a try
         self._was_there = False  # there has been a coordinator
@@ -206,6 +206,7 @@ class CoordinatorNode:
         """One stream, from its Welcome to its end."""
         self._saw(connection.term)
         self._coordinator = connection.coordinator
+        self._separate = connection.separate
         self._connection, self._joined = connection, False
         self._alone = None
         self._was_there = True
@@ -315,15 +316,6 @@ class CoordinatorNode:
             self.node, address=self.node.address or address, endpoint=endpoint
         )
 
-    def _accept(self, hello: words.Hello) -> str:
-        theirs, ours = hello.options, self.plan.options
-        if theirs is not None and (theirs.least, theirs.most) != (ours.least, ours.most):
-            return (
-                f"this agent was started with --nnodes {theirs.least}:{theirs.most}, the job with "
-                f"{ours.least}:{ours.most}: all agents of a job must agree"
-            )
-        return ""
-
     def _hello(self) -> words.Hello:
         plan = self.plan
         return words.Hello(plan.run_id, plan.node.id, plan.epoch, options=plan.options)
@@ -369,7 +361,7 @@ class CoordinatorNode:
         it was lost would keep us waiting, while others are to be asked."""
         if endpoint == self._server.address:
             return False
-        if endpoint == self._lost_at and self._roster is not None:
+        if endpoint == self._lost_at and self._roster is not None and not self._separate:
             return time.monotonic() >= self._look_again
         return True
 
@@ -402,7 +394,7 @@ class CoordinatorNode:
     async def _elect(self) -> bool:
         """Whether there is a coordinator to be tried now: another, or this agent."""
         roster = self._roster
-        if not self._was_there or self.plan.separate or roster is None:
+        if not self._was_there or self._separate or roster is None:
             return False
         term = self._term + 1
         if election.stands(roster, self.node.id):

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from phalanx.coordinator import net, wire, words
-from phalanx.coordinator.hub import Chair, Hub
+from phalanx.coordinator.hub import Chair, Hub, agree
 from phalanx.coordinator.security import OPEN, Security
 from phalanx.proto import coordinator_pb2 as pb
 from phalanx.rendezvous import model
@@ -57,11 +57,13 @@ def options(silence: float) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Job:
-    """Which job is served. ``silence`` in seconds: after which an agent counts as lost."""
+    """Which job is served. ``silence`` in seconds: after which an agent counts as lost.
+    ``separate``: the coordinator is a process of its own."""
 
     run_id: str
     epoch: int = 0
     silence: float = 5.0
+    separate: bool = False
 
 
 class Server:
@@ -79,12 +81,15 @@ class Server:
         self.ask: Callable[[Any], Awaitable[Any]] | None = None
         self.asked: dict[str, type] = {}
         self.on_higher: Callable[[int], object] | None = None
-        self.accept: Callable[[words.Hello], str] | None = None
+        self.on_cut_off: Callable[[], object] | None = None
+        self.on_hello: Callable[[words.Hello], object] | None = None
         self.refused: Counter[str] = Counter()
         self.bytes_in = self.bytes_out = 0
         self.address = ""
         self._server: Any = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._awake = time.monotonic()  # when the sweeper ran last
+        self._nap = job.silence / 2
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -136,8 +141,14 @@ class Server:
         while True:
             due = loop.time() + pause
             await asyncio.sleep(pause)
+            self._awake = time.monotonic()
             if self.hub is not None:
-                if loop.time() - due > pause:
+                late = loop.time() - due
+                if self.on_cut_off is not None and (
+                    late > self._nap or self.hub.all_quiet(self.job.silence)
+                ):
+                    self.on_cut_off()
+                elif late > pause:
                     self.hub.spare()
                 self.hub.sweep(self.job.silence)
 
@@ -217,6 +228,8 @@ class Server:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             return
         self.bytes_in += len(data)
+        if self.on_hello is not None:
+            self.on_hello(hello)
         why = self._stranger(hello)
         if why:
             self._count("stranger")
@@ -240,7 +253,7 @@ class Server:
                 f"the job here is {self.job.run_id!r}, not {hello.run_id!r}: give all agents of a "
                 "job the same --rdzv-id, and each job its own --rdzv-endpoint"
             )
-        return self.accept(hello) if self.accept is not None else ""
+        return agree(hello.options, self.hub.options) if self.hub is not None else ""
 
     async def _serve(self, hub: Hub, node: str, context: Any, seq: int) -> None:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -266,7 +279,7 @@ class Server:
             task.cancel()
 
         task: Any = asyncio.current_task()
-        tell(words.Welcome(self.me, self.job.silence))
+        tell(words.Welcome(self.me, self.job.silence, self.job.separate))
         chair = Chair(node, tell, dismiss)
         hub.sit(chair)
         writer = asyncio.create_task(write())
@@ -302,6 +315,8 @@ class Server:
             if not ended:
                 raise
         finally:
+            if self.on_cut_off is not None and time.monotonic() - self._awake > self._nap:
+                self.on_cut_off()  # we did not run, and they have left us for that
             hub.rises(chair, how)
             if not ended:
                 writer.cancel()

@@ -23,10 +23,12 @@ class Hello:
 @dataclass(frozen=True)
 class Welcome:
     """I am the coordinator, in the envelope's term. ``silence``: seconds without a sign of life
-    after which either end counts as lost."""
+    after which either end counts as lost. ``separate``: I am no agent, and none is to take my
+    place."""
 
     coordinator: str
     silence: float
+    separate: bool = False
 
 
 @dataclass(frozen=True)
