@@ -128,7 +128,16 @@ def test_help_is_ours_only_before_the_script(words: str, asked: str | None) -> N
         ("--monitor-interval 0", "more than zero seconds"),
         ("--max-restarts -1", "--max-restarts"),
         ("--shutdown-timeout -1", "--shutdown-timeout"),
-        ("--nnodes 2", "several nodes are not supported yet"),
+        ("--nnodes 2 --rdzv-backend nonsense", "is one of static, c10d, phalanx, etcd"),
+        ("--nnodes 2 --node-rank 2", "ranks are 0 to 1"),
+        ("--nnodes 2 --rdzv-conf foo=1", "there is no option foo; known are "),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-conf is_host=x", "is_host"),
+        ("--nnodes 2 --port-range 9-x", "two ports"),
+        ("--nnodes 2 --port-range 9-8", "two ports"),
+        ("--nnodes 2 --on-split maybe", "wait, continue"),
+        ("--nnodes 2 --tls-cert x", "go together"),
+        ("--nnodes 2 --spares -1", "--spares"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:0", "a port that all know"),
         ("--nnodes 2:1", "0 < MIN <= MAX"),
         ("--nnodes x", "MIN:MAX"),
         ("--node-rank 1", "one node has rank 0"),
@@ -202,3 +211,42 @@ def test_a_controller_that_cannot_be_asked(words_: str, says: str) -> None:
     pytest.importorskip("grpc")
     with pytest.raises(UsageError, match=says):
         config_from(parse([*words_.split(), "x.py"], {}), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--nnodes 2:3 --rdzv-backend c10d --rdzv-endpoint h",
+            {"least": 2, "most": 3, "endpoint": ("h", 29400), "node_rank": None, "is_host": None},
+        ),
+        (
+            "--nnodes=2 --node_rank=1 --master_addr=h --master_port=1234",
+            {"endpoint": ("h", 1235), "store_port": 1234, "node_rank": 1, "is_host": False},
+        ),
+        (
+            "--nnodes 2 --master-addr h --coordinator-port 7",
+            {"endpoint": ("h", 7), "store_port": 29500, "node_rank": 0, "is_host": True},
+        ),
+        (
+            ("--nnodes 2 --spares 1 --rdzv-backend phalanx --rdzv-endpoint [::1]:5 "
+            "--rdzv-conf join_timeout=30,last_call_timeout=2,keep_alive_interval=1,is_host=1"),
+            {"spares": 1, "endpoint": ("::1", 5), "join": 30.0, "last_call": 2.0, "silence": 3.0,
+             "is_host": True},
+        ),
+        (
+            ("--nnodes 1 --spares 1 --rdzv-backend c10d --rdzv-endpoint h:1 --node-rank 0 "
+            "--port-range 100-200 --on-split continue --epoch 2"),
+            {"least": 1, "ports": (100, 200), "on_split": "continue", "epoch": 2, "node_rank": 0},
+        ),
+    ],
+)  # fmt: skip
+def test_words_for_several_nodes(words: str, expected: dict[str, object]) -> None:
+    nodes = config_from(parse([*words.split(), "s.py"], {}), {}).nodes
+    assert nodes is not None
+    assert {name: getattr(nodes, name) for name in expected} == expected
+
+
+def test_one_node_is_no_job_on_several() -> None:
+    for words in ("", "--nnodes 1:1", "--nnodes 4 --standalone"):
+        assert config_from(parse([*words.split(), "s.py"], {}), {}).nodes is None

@@ -1,8 +1,8 @@
 """The agent of ``phalanx run``.
 
-``run_job(config)`` runs one job on this machine to its end and returns the exit status of
-docs/exit-codes.md. The keeper is started before anything else is imported here, so that
-its imports and ours overlap.
+``run_job(config)`` runs one job, or this machine's part of one, to its end and returns the
+exit status of docs/exit-codes.md. The keeper is started before anything else is imported here,
+so that its imports and ours overlap.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ def _run_job(config: JobConfig) -> int:
 
         print(f"phalanx: {config.python[0]} cannot be started: {error}", file=sys.stderr)
         return exit_codes.NOT_FOUND
+    if config.nodes is not None:
+        from phalanx.agent import many_main
+
+        return many_main.run_opened(config, supervisor)
     from phalanx.agent.main import run_opened
 
     return run_opened(config, supervisor)

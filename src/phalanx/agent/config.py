@@ -4,9 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from phalanx.process.program import Program
 from phalanx.recovery.deadlines import Limits
+
+if TYPE_CHECKING:
+    from phalanx.elastic.rendezvous.api import RendezvousParameters
+
+
+@dataclass(frozen=True)
+class NodesConfig:
+    """What a job on several nodes is told besides. Times in seconds.
+
+    ``least`` to ``most`` nodes and ``spares`` more. ``endpoint`` is where the first coordinator
+    listens; ``is_host``: whether that is in this agent, None: if the address is this machine's
+    and the port free. ``node_rank``: honoured or refused, None: any. ``store_port``: of the
+    workers' store where rank 0 is, 0: any. ``ports``: from which all others are taken.
+    ``silence``: how long a connection may say nothing before it counts as lost. ``coordinator``:
+    there is one of its own (``phalanx coordinator``), and no agent takes over.
+    """
+
+    least: int
+    most: int
+    endpoint: tuple[str, int]
+    spares: int = 0
+    backend: str = "phalanx"
+    is_host: bool | None = None
+    node_rank: int | None = None
+    store_port: int = 0
+    coordinator_port: int = 0
+    ports: tuple[int, int] | None = None
+    epoch: int = 0
+    join: float = 600.0
+    last_call: float = 30.0
+    rejoin: float = 60.0
+    close: float = 30.0
+    silence: float = 5.0
+    isolation: float = 60.0
+    on_split: str = "wait"
+    token_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+
+
+def timing(conf: RendezvousParameters) -> dict[str, Any]:
+    """The times of a ``NodesConfig`` that torchrun's ``--rdzv-conf`` names.
+
+    Raises ValueError for what is no number.
+    """
+    found = {
+        "join": conf.get_as_int("join_timeout") or conf.get_as_int("timeout"),
+        "last_call": conf.get_as_int("last_call_timeout"),
+        "close": conf.get_as_int("close_timeout"),
+    }
+    interval = conf.get_as_int("keep_alive_interval")
+    attempts = conf.get_as_int("keep_alive_max_attempt")
+    if interval is not None or attempts is not None:
+        found["silence"] = (interval or 5) * (attempts or 3)
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -29,7 +86,7 @@ class JobConfig:
     """One job on one machine. Times in seconds; ``nproc`` workers.
 
     ``redirects`` and ``tee`` are masks as torchrun has them (a mask for all or one per
-    local rank); ``master_port`` 0 takes any free port.
+    local rank); ``master_port`` 0 takes any free port. ``nodes``: it is one of several.
     """
 
     program: Program
@@ -64,6 +121,7 @@ class JobConfig:
     controller: Controller | None = None
     node_check: str | None = None
     node_check_timeout: float = 300.0
+    nodes: NodesConfig | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property

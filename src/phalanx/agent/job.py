@@ -87,7 +87,6 @@ class JobAgent(SimpleElasticAgent):
         self._keeper_lost: str | None = None
         self._stop: SignalException | None = None  # that the ranks are ending their loops for
         self._stop_by = 0.0
-        supervisor.on_turn = health.tick
 
     def _recovery(self) -> InPlace:
         """What decides on recoveries: the machine alone, or a controller."""

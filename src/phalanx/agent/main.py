@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.agent import exit_codes
 from phalanx.agent.console import Console, ConsoleHandler, Patient
@@ -30,17 +32,62 @@ from phalanx.process.supervisor import SupervisorError
 
 if TYPE_CHECKING:
     from phalanx.agent.config import JobConfig
+    from phalanx.agent.crew import Crew
+    from phalanx.agent.signals import JobSignals
+    from phalanx.agent.story import Story
+    from phalanx.health import Metric
     from phalanx.process.supervisor import Supervisor
 
 
-def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
-    """Run the job with a supervisor that is open; closes it."""
+class Agent(Protocol):
+    """An agent, of one node or of many."""
+
+    config: JobConfig
+    supervisor: Supervisor
+    signals: JobSignals
+    crew: Crew
+    events: EventLog
+    story: Story
+
+    def facts(self) -> Mapping[str, Any]: ...
+
+    def numbers(self) -> list[Metric]: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the agent of a job speaks and is looked at through."""
+
+    console: Console
+    events: EventLog
+    health: LoopHealth
+
+    def of(self, agent: Agent) -> None:
+        """It is this agent's from now on."""
+        self.health.facts, self.health.numbers = agent.facts, agent.numbers
+        supervisor = agent.supervisor
+
+        def turn() -> None:
+            self.health.tick()
+            self.console.catch_up()
+            if agent.signals.held():
+                agent.crew.pause()
+
+        supervisor.on_turn = turn
+
+
+@contextlib.contextmanager
+def surroundings(config: JobConfig, supervisor: Supervisor) -> Iterator[Surroundings]:
+    """Console, events record and health server of a job; at its end the supervisor is closed,
+    and all is said that was to be said.
+    """
     sys.stdout, sys.stderr = Patient.over(sys.stdout), Patient.over(sys.stderr)
     console = Console()
     logging.getLogger("phalanx").addHandler(ConsoleHandler(console))
     # what the edge would warn of is said by our own lines
     logging.getLogger("phalanx.elastic.agent.server.api").setLevel(logging.ERROR)
-    events = EventLog(config.events, "agent", run_id=config.run_id, epoch=0, node=0)
+    epoch = config.nodes.epoch if config.nodes else 0
+    events = EventLog(config.events, "agent", run_id=config.run_id, epoch=epoch, node=0)
     health = LoopHealth()
     server = None
     if config.health_port is not None:
@@ -48,56 +95,10 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
 
         server = HealthServer(health, config.health_port, config.health_host)
         server.start()
-    handler = LocalRendezvousHandler(
-        "phalanx",
-        config.run_id,
-        host=config.local_addr or config.master_addr,
-        port=config.master_port,
-    )
-    agent = None
     try:
-        spec = WorkerSpec(
-            role=config.role,
-            local_world_size=config.nproc,
-            entrypoint=config.program.argv[0],
-            args=config.program.argv[1:],
-            rdzv_handler=handler,
-            max_restarts=config.max_restarts,
-            monitor_interval=config.monitor_interval,
-            event_log_handler=config.event_log_handler,
-            virtual_local_rank=config.virtual_local_rank,
-        )
-        try:
-            get_logging_handler(config.event_log_handler)
-            agent = JobAgent(spec, config, supervisor, console, events, health)
-        except (ValueError, KeyError, OSError, NumaError) as error:
-            # str() of a KeyError puts its text in quotes.
-            console.fail(str(error.args[0] if isinstance(error, KeyError) else error))
-            return exit_codes.USAGE
-        health.facts, health.numbers = agent.facts, agent.numbers
-
-        def turn() -> None:
-            health.tick()
-            console.catch_up()
-            if agent.signals.held():
-                agent.crew.pause()
-
-        supervisor.on_turn = turn
-        agent.signals.install()
-        if agent.counsel is not None:
-            agent.counsel.start()
-        events.record("run_began", argv=list(config.program.argv), nproc=config.nproc)
-        status = _run(agent, console)
-        events.record("run_ended", status=status)
-        return status
+        yield Surroundings(console, events, health)
     finally:
         supervisor.close(grace=1.0)
-        if agent is not None and agent.counsel is not None:
-            agent.counsel.close()
-        if agent is not None:
-            agent.crew.streams.close()
-            agent.signals.restore()
-        handler.shutdown()
         if server is not None:
             server.stop()
         events.close()
@@ -107,19 +108,70 @@ def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
                     stream.drain()
 
 
-def _run(agent: JobAgent, console: Console) -> int:
+def run_opened(config: JobConfig, supervisor: Supervisor) -> int:
+    """Run the job with a supervisor that is open; closes it."""
+    handler = LocalRendezvousHandler(
+        "phalanx",
+        config.run_id,
+        host=config.local_addr or config.master_addr,
+        port=config.master_port,
+    )
+    agent = None
+    with surroundings(config, supervisor) as around:
+        console = around.console
+        try:
+            spec = WorkerSpec(
+                role=config.role,
+                local_world_size=config.nproc,
+                entrypoint=config.program.argv[0],
+                args=config.program.argv[1:],
+                rdzv_handler=handler,
+                max_restarts=config.max_restarts,
+                monitor_interval=config.monitor_interval,
+                event_log_handler=config.event_log_handler,
+                virtual_local_rank=config.virtual_local_rank,
+            )
+            try:
+                get_logging_handler(config.event_log_handler)
+                agent = JobAgent(spec, config, supervisor, console, around.events, around.health)
+            except (ValueError, KeyError, OSError, NumaError) as error:
+                return cannot_be(error, console)
+            around.of(agent)
+            agent.signals.install()
+            if agent.counsel is not None:
+                agent.counsel.start()
+            argv = list(config.program.argv)
+            around.events.record("run_began", argv=argv, nproc=config.nproc)
+            status = _run(agent, console)
+            around.events.record("run_ended", status=status)
+            return status
+        finally:
+            supervisor.close(grace=1.0)
+            if agent is not None:
+                if agent.counsel is not None:
+                    agent.counsel.close()
+                agent.crew.streams.close()
+                agent.signals.restore()
+            handler.shutdown()
+
+
+def cannot_be(error: Exception, console: Console) -> int:
+    """What the agent was asked for is not possible."""
+    # str() of a KeyError puts its text in quotes.
+    console.fail(str(error.args[0] if isinstance(error, KeyError) else error))
+    return exit_codes.USAGE
+
+
+def outcome(agent: Agent, work: Callable[[], int]) -> int:
+    """The exit status of ``work``, or of what it raises, after ``--node-check``."""
+    console, story = agent.story.console, agent.story
     try:
         if agent.config.node_check:
-            _check_node(agent, console)
-        try:
-            result = agent.run()
-        except Exception:
-            _tell(agent, agent.get_event_failed())
-            raise
-        _tell(agent, agent.get_event_succeeded())  # the agent, whatever its workers did
+            _check_node(agent, agent.config.node_check)
+        return work()
     except SignalException as error:
         number = signal.Signals(error.sigval)
-        console.say(agent.story.summary(f"stopped by {number.name}"))
+        console.say(story.summary(f"stopped by {number.name}"))
         return 128 + number
     except NodeUnfit as error:
         console.fail(f"this node stays out of the job: {error}")
@@ -139,15 +191,26 @@ def _run(agent: JobAgent, console: Console) -> int:
         console.fail("a defect of phalanx ended the job")
         traceback.print_exc(file=sys.stderr)
         return exit_codes.INTERNAL
-    return _status(agent, result, console)
 
 
-def _check_node(agent: JobAgent, console: Console) -> None:
+def _run(agent: JobAgent, console: Console) -> int:
+    def work() -> int:
+        try:
+            result = agent.run()
+        except Exception:
+            _tell(agent, agent.get_event_failed())
+            raise
+        _tell(agent, agent.get_event_succeeded())  # the agent, whatever its workers did
+        return _status(agent, result, console)
+
+    return outcome(agent, work)
+
+
+def _check_node(agent: Agent, command: str) -> None:
     config = agent.config
-    assert config.node_check is not None
     env = {**os.environ, **config.environment}
     with agent.signals.interruptible():
-        took = check(agent.supervisor, config.node_check, config.node_check_timeout, env)
+        took = check(agent.supervisor, command, config.node_check_timeout, env)
     agent.events.record("node_checked", seconds=took)
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from phalanx.cli import show
+from phalanx.cli.nodes import endpoint_from, nodes_from
 from phalanx.cli.options import RunArguments, UsageError, help_text, parse, wants_help
 from phalanx.process.program import Program
 
@@ -42,7 +43,7 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
 
     env = os.environ if environ is None else environ
     a = arguments
-    _one_node(a)
+    nodes = nodes_from(a)
     nproc = worker_count(a.nproc_per_node)
     if a.max_restarts < 0:
         raise UsageError("--max-restarts is zero or more")
@@ -60,16 +61,9 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         raise UsageError("--module and --no-python exclude each other")
     host, port = a.master_addr, a.master_port or 0
     if a.rdzv_endpoint and a.rdzv_backend == "static" and not a.standalone:
-        from phalanx.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
-        try:
-            host, port = parse_rendezvous_endpoint(a.rdzv_endpoint, default_port=port)
-        except ValueError as error:
-            raise UsageError(f"--rdzv-endpoint: {error}") from None
+        host, port = endpoint_from(a.rdzv_endpoint, port)
     if not 0 <= port <= 65535:
         raise UsageError(f"--master-port is a port, 0 to 65535, not {port}")
-    if a.rdzv_conf:
-        _check_rdzv_conf(a.rdzv_conf)
     for name in (a.redirects, a.tee):
         _check_streams(name)
     try:
@@ -87,7 +81,9 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
     return JobConfig(
         program=program_of(a, env),
         nproc=nproc,
-        run_id=a.rdzv_id if a.rdzv_id not in ("", "none") or "rdzv_id" in a.given else _run_id(),
+        run_id=a.rdzv_id
+        if a.rdzv_id not in ("", "none") or "rdzv_id" in a.given or nodes
+        else _run_id(),
         role=a.role,
         max_restarts=a.max_restarts,
         monitor_interval=a.monitor_interval,
@@ -117,6 +113,7 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         controller=_controller(a, env),
         node_check=a.node_check or None,
         node_check_timeout=a.node_check_timeout,
+        nodes=nodes,
         environment=threads(nproc, env),
     )
 
@@ -183,49 +180,6 @@ def program_of(a: RunArguments, env: Mapping[str, str]) -> Program:
     if a.module:
         return Program((*python, "-m", script, *args), module=script, args=args)
     return Program((*python, script, *args), script=script, args=args)
-
-
-def _one_node(a: RunArguments) -> None:
-    parts = str(a.nnodes).split(":")
-    try:
-        numbers = [int(p) for p in parts]
-    except ValueError:
-        raise UsageError(f"--nnodes is N or MIN:MAX, not {a.nnodes!r}") from None
-    if len(numbers) > 2:
-        raise UsageError(f"--nnodes is N or MIN:MAX, not {a.nnodes!r}")
-    low, high = numbers[0], numbers[-1]
-    if not 0 < low <= high:
-        raise UsageError(f"--nnodes needs 0 < MIN <= MAX, not {a.nnodes!r}")
-    if a.standalone:
-        return
-    if high > 1:
-        raise UsageError(
-            f"--nnodes {a.nnodes}: several nodes are not supported yet. Leave --nnodes out "
-            "to run on this machine, or use torchrun for this job"
-        )
-    if a.rdzv_backend not in ("static", "c10d", "phalanx"):
-        raise UsageError(
-            f"--rdzv-backend {a.rdzv_backend}: one machine needs no rendezvous; leave it out"
-        )
-    if a.node_rank != 0:
-        raise UsageError(f"--node-rank {a.node_rank}: one node has rank 0")
-
-
-def _check_rdzv_conf(text: str) -> None:
-    """One node waits for nobody, so what is known has no effect; a typo is not passed over."""
-    from phalanx.elastic.rendezvous.api import RendezvousParameters
-    from phalanx.elastic.rendezvous.local import OPTIONS, check_options
-    from phalanx.elastic.rendezvous.utils import _parse_rendezvous_config
-
-    try:
-        given = _parse_rendezvous_config(text)
-        if unknown := sorted(set(given) - OPTIONS):
-            raise ValueError(
-                f"there is no option {', '.join(unknown)}; known are {', '.join(sorted(OPTIONS))}"
-            )
-        check_options(RendezvousParameters("phalanx", "", "none", 1, 1, **given))
-    except ValueError as error:
-        raise UsageError(f"--rdzv-conf {text}: {error}") from None
 
 
 def _check_streams(text: str) -> None:

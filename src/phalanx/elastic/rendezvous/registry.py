@@ -57,6 +57,8 @@ def _register_out_of_tree_handlers() -> None:
     from importlib.metadata import entry_points
 
     for entry_point in entry_points(group="torchrun.handlers"):
+        if entry_point.value.startswith("phalanx."):
+            continue  # ours for stock torchrun
         try:
             get_creator = entry_point.load()
             handler_registry.register(entry_point.name, get_creator())

@@ -1,0 +1,668 @@
+"""The agent of one of several nodes: it does what the coordinator tells, and tells what happens.
+
+Which nodes take part, with which ranks, what is done about a fault: all that is agreed by
+``phalanx.rendezvous`` in whichever agent is the coordinator. Here are the hands: workers are
+started, told, stopped; deaths and messages are passed on. A command of a lower term or
+generation than the last one is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from phalanx.agent import exit_codes, report
+from phalanx.agent.console import Console, seconds
+from phalanx.agent.crew import CannotStart, Crew
+from phalanx.agent.inplace import Hands, event_of
+from phalanx.agent.offers import Offers
+from phalanx.agent.signals import JobSignals
+from phalanx.agent.story import Story, plain
+from phalanx.coordinator import net
+from phalanx.coordinator.words import Alone, Reached
+from phalanx.elastic.agent.server import worker_env
+from phalanx.elastic.rendezvous.api import RendezvousError
+from phalanx.process.supervisor import (
+    KeeperLost,
+    KeeperReady,
+    StoreLost,
+    Supervisor,
+    SupervisorError,
+    WorkerDied,
+    WorkerProcess,
+    WorkerSpoke,
+)
+from phalanx.rendezvous import model as m
+
+if TYPE_CHECKING:
+    from phalanx.agent.config import JobConfig, NodesConfig
+    from phalanx.coordinator.node import CoordinatorNode
+    from phalanx.events import EventLog
+    from phalanx.health import LoopHealth, Metric
+    from phalanx.process.channel import Message
+
+PROGRESS_EVERY = 1.0
+"""Seconds between two reports of the furthest step."""
+
+EVIDENCE = 40
+"""Lines of a worker's last output that travel."""
+
+
+class NodeAgent:
+    """One node's agent. ``run`` returns the exit status when the job is over."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        nodes: NodesConfig,
+        bond: CoordinatorNode,
+        supervisor: Supervisor,
+        console: Console,
+        events: EventLog,
+        health: LoopHealth,
+    ) -> None:
+        """Raises ValueError, OSError and NumaError as ``Crew`` does."""
+        self.config, self.nodes = config, nodes
+        self.bond = bond
+        self.me = bond.node
+        self.offers: Offers | None = None  # once the address is known by which peers reach us
+        self.supervisor = supervisor
+        self.console = console
+        self.events = events
+        self.health = health
+        self.signals = JobSignals(
+            config.signals, supervisor.wake, lambda number: self.crew.pass_on(number)
+        )
+        self.crew = Crew(config, supervisor, console, events, health)
+        self.story = Story(config, console, events)
+        self.hands = Hands(self.crew, self.signals.interruptible)
+        self.status: int | None = None  # once it is known
+        self.assignment: m.Assignment | None = None  # whose workers run here
+        self._fence = (0, 0)  # the highest term and generation seen
+        self._speaks = False  # some worker said hello: the program can be recovered in place
+        self._reported = 0  # the generation whose end was told
+        self._draining: tuple[int, float] | None = None  # generation, until when
+        self._told_at = 0.0
+        self._told_step: int | None = None
+        self._keeper_lost = False
+        self._began_stop: float | None = None
+        self._isolated = False
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> int:
+        """Until the job is over.
+
+        Raises SignalException when the agent is told to stop, SupervisorError when there can
+        be no keeper.
+        """
+        self.bond.attend()
+        self.supervisor.watch(self.bond.fd, lambda: None)
+        try:
+            while self.status is None:
+                self.signals.check()
+                for happening in self.supervisor.wait(self._patience()):
+                    self._take(happening)
+                for telling in self.bond.take():
+                    self._obey(telling)
+                    if self.status is not None:
+                        break
+                self._tick()
+        finally:
+            self.supervisor.unwatch(self.bond.fd)
+        return self.status
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        due = [self.crew.due(), self._draining[1] if self._draining else None]
+        waits = [max(0.0, t - now) for t in due if t is not None]
+        return min([self.config.monitor_interval, *waits])
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self.health.tick()
+        self.crew.tick(now)
+        if self.story.restart is not None and self.crew.workers:
+            pages = [w.page.read() for w in self.crew.workers.values()]
+            self.story.see_restarted(pages, now)
+        if self._draining is not None:
+            self._see_drained(now)
+        elif self.assignment is not None and self.crew.succeeded():
+            self._report_success()
+        self._tell_progress(now)
+        self._see_isolation(now)
+
+    def _see_drained(self, now: float) -> None:
+        assert self._draining is not None
+        generation, until = self._draining
+        if self.crew.succeeded():
+            self._finish_stop(generation)
+        elif now >= until:
+            self._stop_now(generation)
+
+    def _report_success(self) -> None:
+        assert self.assignment is not None
+        if self._reported < self.assignment.generation:
+            self._reported = self.assignment.generation
+            self.crew.streams.end_attempt()
+            self.bond.say(m.Succeeded(self.assignment.generation))
+
+    def _tell_progress(self, now: float) -> None:
+        if self.assignment is None or now < self._told_at + PROGRESS_EVERY:
+            return
+        self._told_at = now
+        steps = self._steps()
+        if steps is not None and steps[1] != self._told_step:
+            self._told_step = steps[1]
+            self.bond.say(m.Progress(self.assignment.generation, steps[1]))
+
+    def _steps(self) -> tuple[int, int] | None:
+        """The least and the most finished step here, where known."""
+        steps = [s for w in self.crew.workers.values() if (s := w.page.read().step) is not None]
+        return (min(steps), max(steps)) if steps else None
+
+    def _see_isolation(self, now: float) -> None:
+        since = self.bond.alone_since()
+        if since is None:
+            self._isolated = False
+            return
+        if not self._isolated and now >= since + self.nodes.isolation and self.crew.workers:
+            self._isolated = True
+            self.console.fail(
+                f"no coordinator for {seconds(self.nodes.isolation)}: the workers here are "
+                "stopped, the other nodes may have gone on without them (--isolation-timeout)"
+            )
+            self._end_workers()
+            self._clear()
+        if now >= since + self.nodes.join and not self.crew.workers:
+            self.console.fail(f"no coordinator was found within {seconds(self.nodes.join)}")
+            self.status = exit_codes.RENDEZVOUS
+
+    # ------------------------------------------------------------------ what happens here
+
+    def _take(self, happening: Any) -> None:
+        if isinstance(happening, WorkerSpoke):
+            self._on_message(happening.worker, happening.message)
+        elif isinstance(happening, WorkerDied):
+            self.crew.note(happening)
+            self._on_died(happening.worker)
+        elif isinstance(happening, KeeperReady):
+            self.story.keeper_ready(happening.report)
+        elif isinstance(happening, KeeperLost):
+            self._keeper_lost = True
+            self.crew.store = None
+            self.events.record("keeper_lost", reason=happening.reason)
+            self._fail(happening.reason)
+        elif isinstance(happening, StoreLost):
+            if self.crew.store_lost(happening.store) and self._draining is None:
+                self._fail("the workers' store was lost")
+        else:
+            self.crew.note(happening)
+
+    def _on_died(self, worker: WorkerProcess) -> None:
+        a = self.assignment
+        if a is None or not self.crew.is_current(worker) or self._keeper_lost:
+            return
+        rank = self.crew.ranks[worker.local_rank]
+        if worker.returncode == 0:
+            if self._speaks and self._draining is None:
+                self._event(rank, "finished", {})
+            return
+        end = self.crew.end_of(worker, light=self._speaks)
+        words = report.describe(end)
+        if self._began_stop is None and worker.dead_ns is not None:
+            self._began_stop = worker.dead_ns / 1e9
+        if self._speaks:
+            self.console.warn(words)
+            hung = worker.id in self.crew.hung
+            facts = {"how": report.how(end), "step": end.step, "hung": hung}
+            self._event(rank, "died", facts)
+        else:
+            self._fail(words, end)
+
+    def _on_message(self, worker: WorkerProcess, message: Message) -> None:
+        if self.crew.kept(worker, message) or not self.crew.is_current(worker):
+            return
+        rank = self.crew.ranks[worker.local_rank]
+        event = event_of(rank, message, self.crew.generation)
+        if event is not None:
+            self._speaks = True
+            facts = dataclasses.asdict(event)
+            del facts["rank"]
+            self._event(rank, _KINDS[type(event).__name__], facts)
+            return
+        if message.type in ("stopped_at", "dumped"):
+            self._event(rank, message.type, plain(message.fields))
+        if self.crew.worth_recording(worker):
+            said = {**plain(message.fields), "local_rank": worker.local_rank}
+            self.events.record("worker_said", **{**said, "type": message.type})
+
+    def _event(self, rank: int, kind: str, facts: Mapping[str, Any]) -> None:
+        self.bond.say(m.WorkerEvent(self.crew.generation, rank, kind, facts))
+
+    def _fail(
+        self,
+        reason: str,
+        end: report.WorkerEnd | None = None,
+        *,
+        retryable: bool = True,
+        status: int | None = None,
+    ) -> None:
+        """Tell of a fault that only a new attempt cures; the first of a generation counts."""
+        a = self.assignment
+        if a is None or self._reported >= a.generation:
+            return
+        self._reported = a.generation
+        self.console.fail(reason)
+        facts: dict[str, Any] = {}
+        if end is not None:
+            self.console.quote(report.evidence(end))
+            if end.log_file:
+                self.console.say(f"its stderr: {end.log_file}")
+            facts = dataclasses.asdict(end)
+            facts["stderr_tail"] = tuple(end.stderr_tail)[-EVIDENCE:]
+            facts["traceback"] = end.traceback[-8000:]
+        self.bond.say(
+            m.Failed(
+                a.generation,
+                end.rank if end is not None else None,
+                reason,
+                end.returncode if end is not None else status,
+                facts,
+                retryable,
+            )
+        )
+
+    # ------------------------------------------------------------------ what the coordinator tells
+
+    def _obey(self, telling: m.Telling | Reached | Alone) -> None:
+        if isinstance(telling, Reached):
+            self._join_job(telling)
+        elif isinstance(telling, Alone):
+            self.events.record("coordinator_lost", how=telling.how)
+            if self.assignment is not None:
+                self.console.warn(f"the coordinator is lost ({telling.how}); the workers run on")
+        elif isinstance(telling, m.Assign):
+            if self._passes(telling.assignment):
+                self._assign(telling.assignment)
+        elif isinstance(telling, m.Regroup):
+            if self._passes(telling.assignment):
+                self._regroup(telling)
+        elif isinstance(telling, m.Stop):
+            self._stop(telling)
+        elif isinstance(telling, m.Kill):
+            if self.assignment is not None and telling.generation == self.assignment.generation:
+                self.hands.kill(telling.rank, telling.why)
+        elif isinstance(telling, m.Dump):
+            self._dump(telling)
+        elif isinstance(telling, m.Recovered):
+            self._recovered(telling)
+        elif isinstance(telling, m.Park):
+            self.health.set_ready(False, telling.reason)
+            self.events.record("parked", reason=telling.reason)
+            self.console.say(f"waiting: {telling.reason}")
+        elif isinstance(telling, m.Refuse):
+            self.events.record("refused", reason=telling.reason)
+            self.console.fail(telling.reason)
+            self._end_workers()
+            self.status = telling.status
+        elif isinstance(telling, m.Over):
+            self._over(telling.verdict)
+
+    def _join_job(self, reached: Reached) -> None:
+        self.me = reached.node
+        self.events.record("coordinator", term=reached.term, at=reached.coordinator)
+        try:
+            if self.offers is None:
+                self.offers = Offers(
+                    self.me.address,
+                    self.nodes.ports,
+                    self.nodes.store_port if self.nodes.node_rank in (None, 0) else 0,
+                )
+            offer = self.offers.current()
+        except RendezvousError as error:
+            self.console.warn(str(error))
+            offer = ""  # somebody else serves the stores
+        self.bond.say(m.Join(self.me, self.nodes.epoch, self.assignment, offer))
+
+    def _passes(self, a: m.Assignment) -> bool:
+        """Whether this is newer than all that was told before."""
+        if (a.term, a.generation) <= self._fence or a.generation <= self._fence[1]:
+            self.events.record("stale_command", term=a.term, told_generation=a.generation)
+            return False
+        self._fence = (max(a.term, self._fence[0]), a.generation)
+        return True
+
+    def _environment(self, a: m.Assignment, local_rank: int) -> dict[str, str]:
+        host, port = net.split(a.store)
+        env = worker_env.build(
+            role=self.config.role,
+            rank=a.seat.ranks[local_rank],
+            world_size=a.world,
+            role_rank=a.seat.ranks[local_rank],
+            role_world_size=a.world,
+            local_world_size=len(a.seat.ranks),
+            group_rank=a.group,
+            group_world_size=a.groups,
+            master_addr=host,
+            master_port=port,
+            restart_count=a.attempt,
+            max_restarts=self.config.max_restarts,
+            run_id=self.config.run_id,
+            use_agent_store=True,
+            agent_env={**os.environ, **self.config.environment},
+        )
+        virtual = self.config.virtual_local_rank
+        worker_env.put_local_rank(env, local_rank, virtual, os.environ)
+        return env
+
+    def _note_membership(self, a: m.Assignment) -> None:
+        self.events.update(generation=a.generation, attempt=a.attempt, node=a.group)
+        self.events.record(
+            "membership",
+            term=a.term,
+            ranks=list(a.seat.ranks),
+            world=a.world,
+            nodes=a.groups,
+            store=a.store,
+        )
+
+    def _open_store(self, a: m.Assignment, *, beside: bool) -> None:
+        """Serve the generation's store if it is this node's to do, and offer the next one."""
+        if a.host_of_store != self.me.id:
+            if not beside:
+                self.crew.close_store()
+            return
+        listener = self.offers.take(a.store) if self.offers is not None else None
+        if listener is None:
+            raise CannotStart(
+                f"the store of generation {a.generation} is to be at {a.store}, which is not "
+                "this node's",
+                exit_codes.CANNOT_START,
+            )
+        try:
+            if beside:
+                self.crew.renew_store(listener)
+            else:
+                self.crew.serve_store(listener)
+        finally:
+            listener.close()  # the store has its own descriptor of it
+        self._offer()
+
+    def _offer(self) -> None:
+        assert self.offers is not None
+        try:
+            self.bond.say(m.Offer(self.offers.current()))
+        except RendezvousError as error:
+            self.console.warn(str(error))
+
+    def _assign(self, a: m.Assignment) -> None:
+        """A seat in a new attempt; or in place of a lost node, with ``fresh`` replacements."""
+        if [w for w in self.crew.workers.values() if not w.gone]:
+            self._end_workers()
+        self._clear()
+        self.assignment = a
+        self._speaks = a.fresh is not None
+        self._note_membership(a)
+        try:
+            if self._keeper_lost:
+                self.supervisor.open()
+                self._keeper_lost = False
+            envs = {n: self._environment(a, n) for n in range(len(a.seat.ranks))}
+            self.crew.begin(a.seat.ranks, envs, generation=a.generation, attempt=a.attempt)
+            self._open_store(a, beside=False)
+            if a.fresh is None:
+                with self.signals.interruptible():
+                    started = self.crew.start()
+                if self.story.restart is not None:
+                    self.story.restarted()
+                else:
+                    self.story.started(started)
+            else:
+                for local_rank in a.fresh:
+                    self.hands.replace(a.seat.ranks[local_rank], a.generation)
+                self._join(a)
+        except CannotStart as error:
+            self._fail(str(error), retryable=False, status=error.status)
+            return
+        except SupervisorError as error:
+            self._fail(str(error))
+            return
+        self.health.set_ready(True)
+        ranks = report.ranges(a.seat.ranks)
+        self.console.say(
+            f"rank{'s' if len(a.seat.ranks) > 1 else ''} {ranks} of {a.world} here, node "
+            f"{a.group} of {a.groups} (generation {a.generation}, attempt {a.attempt})"
+        )
+
+    def _regroup(self, telling: m.Regroup) -> None:
+        """In place: the survivors leave, replacements start, all join."""
+        a, old = telling.assignment, self.assignment
+        if old is None or self._draining is not None:
+            return
+        fresh = set(a.fresh or ())
+        self.assignment = a
+        self._note_membership(a)
+        self.console.warn(telling.cause)
+        for local_rank in self.crew.workers:
+            if local_rank not in fresh:
+                self.crew.tell(local_rank, "leave", generation=a.generation - 1)
+        self.crew.ranks = a.seat.ranks
+        try:
+            self._open_store(a, beside=True)
+            for local_rank in sorted(fresh):
+                rank = a.seat.ranks[local_rank]
+                self.hands.replace(rank, a.generation, self._environment(a, local_rank))
+        except (CannotStart, SupervisorError) as error:
+            self._fail(str(error))
+            return
+        self._join(a)
+
+    def _join(self, a: m.Assignment) -> None:
+        """Tell all workers here who they are in this generation."""
+        fresh = set(a.fresh or ())
+        self.crew.generation = a.generation
+        previous = a.previous or (None,) * len(a.seat.ranks)
+        for local_rank, rank in enumerate(a.seat.ranks):
+            self.crew.tell(
+                local_rank,
+                "join",
+                generation=a.generation,
+                rank=rank,
+                world=a.world,
+                store=a.store,
+                previous_rank=None if local_rank in fresh else previous[local_rank],
+            )
+        self.crew.prepare_later()
+
+    def _dump(self, telling: m.Dump) -> None:
+        a = self.assignment
+        if a is None or telling.generation != a.generation:
+            return
+        for local_rank in self.crew.workers:
+            self.crew.tell(
+                local_rank,
+                "dump",
+                generation=telling.generation,
+                step=telling.step,
+                writers=list(telling.writers),
+                commit=telling.commit,
+            )
+
+    def _recovered(self, telling: m.Recovered) -> None:
+        self.crew.close_old_stores()
+        self._began_stop = None
+        self.story.timeline.in_place += 1
+        self.story.timeline.recovering += telling.seconds
+        self.story.timeline.lose(telling.lost_steps)
+        who = (
+            f"rank {report.ranges(telling.replaced)} replaced"
+            if telling.replaced
+            else "step tried again"
+        )
+        phases = ", ".join(f"{name} +{seconds(at)}" for name, at in telling.phases)
+        lost = telling.lost_steps
+        steps = f"; {lost} finished steps lost" if lost is not None else ""
+        self.events.record(
+            "recovered",
+            strategy=telling.strategy,
+            seconds=telling.seconds,
+            phases=dict(telling.phases),
+            lost_steps=lost,
+        )
+        self.console.good(
+            f"{who}, training again after {seconds(telling.seconds)} ({phases}{steps})"
+        )
+
+    # ------------------------------------------------------------------ stopping
+
+    def _stop(self, telling: m.Stop) -> None:
+        a = self.assignment
+        if a is None or not self.crew.workers:
+            self._clear()
+            self.bond.say(m.Stopped(telling.generation))
+            return
+        if telling.generation < a.generation:
+            return  # of one that is no more
+        self.events.record("stop", reason=telling.reason, at=telling.at)
+        if self._began_stop is None:
+            self._began_stop = time.monotonic()
+            self.console.warn(telling.reason)
+        if telling.at is not None and self._speaks:
+            if self._draining is None:
+                self._draining = (a.generation, time.monotonic() + self.nodes.rejoin / 2)
+            for local_rank in self.crew.workers:
+                self.crew.tell(local_rank, "stop_at", step=telling.at)
+            return
+        self._stop_now(telling.generation)
+
+    def _stop_now(self, generation: int) -> None:
+        self._end_workers()
+        self._finish_stop(generation)
+
+    def _finish_stop(self, generation: int) -> None:
+        steps = self._steps()
+        self.story.restart_begins(
+            self._began_stop or time.monotonic(), steps[1] if steps is not None else None
+        )
+        self._clear()
+        self.bond.say(m.Stopped(generation, steps))
+
+    def _clear(self) -> None:
+        """No worker runs here, and none is expected to."""
+        self.assignment = None
+        self._draining = None
+        self._began_stop = None
+        self._told_step = None
+        self.crew.workers = {}
+        self.crew.close_store()
+
+    def _end_workers(self, signum: int = signal.SIGTERM) -> None:
+        self.health.set_ready(False, "no worker runs here now")
+        if not self._keeper_lost:
+            self.crew.stop(signum, self.config.shutdown_timeout, self.signals.hurry)
+        self._note_all(self.supervisor.wait(0))
+        self.crew.stop_watchdog()
+        self.crew.streams.end_attempt()
+
+    def _note_all(self, happenings: Iterable[Any]) -> None:
+        """What happens while the workers are being stopped: recorded, no more."""
+        for happening in happenings:
+            if isinstance(happening, WorkerDied):
+                self.crew.note(happening)
+            elif isinstance(happening, WorkerSpoke):
+                self.crew.kept(happening.worker, happening.message)
+            elif isinstance(happening, KeeperLost):
+                self._keeper_lost = True
+                self.crew.store = None
+            elif isinstance(happening, StoreLost):
+                self.crew.store_lost(happening.store)
+            else:
+                self.crew.note(happening)
+
+    # ------------------------------------------------------------------ the end
+
+    def _over(self, verdict: m.Verdict) -> None:
+        self.events.record(
+            "verdict",
+            success=verdict.success,
+            status=verdict.status,
+            reason=verdict.reason,
+            culprit=verdict.culprit,
+        )
+        self._end_workers()
+        self.status = verdict.status
+        if verdict.success:
+            self.console.good(self.story.summary("done"))
+        else:
+            self.console.fail(verdict.reason)
+            self.console.fail(self.story.summary("failed"))
+
+    def leave(self, number: int) -> None:
+        """Told to stop by a signal: say so at once, so that the others need not wait for the
+        workers here, then end these.
+        """
+        self.bond.say(m.Leave(f"was told to stop by {signal.Signals(number).name}"))
+        self._end_workers(number if number != signal.SIGINT else signal.SIGTERM)
+
+    def close(self, goodbye: str) -> None:
+        """Let go of everything; the workers are ended if that has not happened."""
+        if [w for w in self.crew.workers.values() if not w.gone] and not self._keeper_lost:
+            self.crew.stop(signal.SIGKILL, 0.0)
+        self.bond.close(goodbye, self.signals.hurry)
+        self.crew.close()
+        if self.offers is not None:
+            self.offers.close()
+
+    # ------------------------------------------------------------------ others ask
+
+    def numbers(self) -> list[Metric]:
+        """For ``/metrics``. From any thread, without waiting."""
+        from phalanx.health import Metric
+
+        workers, timeline, a = (
+            list(self.crew.workers.values()),
+            self.story.timeline,
+            self.assignment,
+        )
+        return [
+            Metric("phalanx_workers", len(workers), "Workers of this node"),
+            Metric("phalanx_workers_alive", sum(w.alive for w in workers), "Those that live"),
+            Metric("phalanx_nodes", a.groups if a else 0, "Nodes that take part"),
+            Metric("phalanx_generation", self._fence[1], "The membership's number"),
+            Metric("phalanx_attempt", a.attempt if a else 0, "Starts of the group, from 0"),
+            Metric("phalanx_in_place", timeline.in_place, "Recoveries in place", "counter"),
+            Metric("phalanx_recovering_seconds", timeline.recovering, "Spent so", "counter"),
+        ]
+
+    def facts(self) -> Mapping[str, Any]:
+        """For ``/status``: membership, ranks, pids, progress. From any thread."""
+        a = self.assignment
+        return {
+            "run_id": self.config.run_id,
+            "node": self.me.id,
+            "address": self.me.address,
+            "generation": self._fence[1],
+            "attempt": a.attempt if a else None,
+            "term": a.term if a else self._fence[0],
+            "group": a.group if a else None,
+            "nodes": a.groups if a else None,
+            "world": a.world if a else None,
+            "ranks": list(a.seat.ranks) if a else [],
+            "recoveries_in_place": self.story.timeline.in_place,
+            "coordinator": dict(self.bond.facts()),
+            "workers": self.crew.facts(),
+        }
+
+
+_KINDS = {
+    "Hello": "hello",
+    "Left": "left",
+    "Fault": "fault",
+    "GoodStep": "good_step",
+    "Finished": "finished",
+}

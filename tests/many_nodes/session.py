@@ -1,0 +1,46 @@
+"""A program with a session: its losses depend on steps and ranks alone, so that two runs can be
+compared. ``python session.py STEPS [PAUSE]``, seconds between two steps."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from phalanx import training
+
+OUT = Path(os.environ["TEST_OUT"])
+HOST = os.uname().nodename
+STEPS, PAUSE = int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+
+
+def say(*words: object) -> None:
+    fd = os.open(OUT / "said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, (" ".join(map(str, words)) + "\n").encode())
+    os.close(fd)
+
+
+with training.session(backend="gloo") as job:
+    torch.manual_seed(1)
+    net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    job.protect(model=net, optim=optimizer)
+    losses = {}
+    for step in job.steps(STEPS):
+        with step:
+            data = torch.Generator().manual_seed(100 * int(step) + job.rank)
+            loss = net(torch.randn(4, 8, generator=data)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses[int(step)] = loss.item()
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        say(
+            *(int(step), job.rank, job.world, attempt, 0, os.getpid()),
+            *(HOST, time.monotonic(), loss.item()),
+        )
+        time.sleep(PAUSE)
+    say("end", job.rank, os.getpid(), json.dumps(losses).replace(" ", ""))
