@@ -8,8 +8,8 @@ PEERS := .venv-peers
 MINUTES ?= 10
 SEED ?= 1
 
-.PHONY: demo test test-libraries test-repeat lint types conformance bench proof chaos recovery-tour compat \
-	bench-training bench-controller generated clean
+.PHONY: demo test test-libraries test-repeat lint types conformance bench multi-node proof chaos \
+	recovery-tour compat bench-training bench-controller generated clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,9 @@ conformance: $(STAMP)  ## the contract's suite against torch's implementation an
 
 bench: $(STAMP)  ## ours beside torchrun, in one run
 	$(PY) bench/bench_agent.py
+
+multi-node: $(STAMP)  ## three hosts in network namespaces: killed, cut off, stopped, told to go, and back
+	$(PY) bench/multi_node.py
 
 proof: $(STAMP)  ## faults at every place of a step, against the run without one, bit for bit
 	$(PY) bench/proof.py

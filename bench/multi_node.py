@@ -115,8 +115,6 @@ def elastic(show: Show, rounds: int) -> None:
     print(f"{'start':<42}world of 3: {show.ranks(first)}", flush=True)
     for turn in range(rounds):
         befall(show, 1 + turn % 2)
-    if rounds < 0:
-        return
     del show.agents[0]
     show.event("host of coordinator, rank 0 and store dies", 2, show.cluster.hosts[0].kill)
     show.finish()

@@ -45,7 +45,14 @@ def nodes_from(a: RunArguments) -> NodesConfig | None:
             f"--rdzv-backend is one of {', '.join(BACKENDS)}, not {a.rdzv_backend!r}: "
             "phalanx has its own between nodes, and torchrun can use it (--rdzv-backend phalanx)"
         )
+    from importlib.util import find_spec
+
     from phalanx.agent.config import NodesConfig, timing
+
+    if find_spec("grpc") is None:
+        raise UsageError(
+            f"--nnodes {a.nnodes}: several nodes need grpcio and protobuf: install phalanx[control]"
+        )
 
     static = a.rdzv_backend == "static"
     rank: int | None = a.node_rank if static or "node_rank" in a.given else None
