@@ -187,6 +187,7 @@ class Crew:
         """
         started = self._launch(range(len(self.ranks)), {})
         self.workers = {w.local_rank: w for w in started}
+        self._pass_on_next(started)
         self.events.record(
             "workers_started",
             pids={w.local_rank: w.pid for w in started},
@@ -211,6 +212,7 @@ class Crew:
             raise SupervisorError("the job is being stopped")
         (worker,) = started
         self.workers[local_rank] = worker
+        self._pass_on_next(started)
         self._hand_over(worker)
         self.events.record(
             "worker_replaced", local_rank=local_rank, pid=worker.pid, warm=worker.warm
@@ -242,8 +244,6 @@ class Crew:
                 )
             self._starting = True
             started = self.supervisor.start(orders, START_SECONDS, self.stop_asked)
-            numbers, self._for_next = self._for_next, []
-            self._late += [(w, number) for number in numbers for w in started]
         except (OSError, ValueError) as error:
             raise _cannot_start(error) from error
         finally:
@@ -636,6 +636,11 @@ class Crew:
         if self._starting or not living:
             self._for_next.append(number)
         self.supervisor.wake()
+
+    def _pass_on_next(self, started: Iterable[WorkerProcess]) -> None:
+        """What came before they were known to ``pass_on``."""
+        numbers, self._for_next = self._for_next, []
+        self._late += [(w, number) for number in numbers for w in started]
 
     def _send_late(self) -> None:
         late, self._late = self._late, []
