@@ -9,7 +9,7 @@ MINUTES ?= 10
 SEED ?= 1
 
 .PHONY: demo test test-libraries test-repeat lint types conformance bench multi-node proof chaos \
-	recovery-tour compat bench-training bench-controller generated clean
+	recovery-tour compat bench-training bench-controller bench-rendezvous generated clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +66,9 @@ compat: $(STAMP)  ## doubles of the original server and clients against ours, an
 
 bench-training: $(STAMP)  ## what a session costs, and a recovery in place
 	$(PY) bench/bench_training.py
+
+bench-rendezvous: $(STAMP)  ## 8 to 1,024 nodes agree, beside torch's c10d
+	$(PY) bench/bench_rendezvous.py
 
 bench-controller: $(STAMP)  ## 10,000 jobs on one controller
 	$(PY) bench/bench_controller.py

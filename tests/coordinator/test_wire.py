@@ -118,5 +118,16 @@ def test_what_is_too_large_is_not_sent() -> None:
         wire.encode(m.Note("x", {"a": object()}))
 
 
+def test_envelopes_in_one_message() -> None:
+    said = [m.Offer("h:1"), m.Leave(""), m.Succeeded(3)]
+    sealed = [wire.seal(v, term=2, seq=n) for n, v in enumerate(said)]
+    found = wire.unbundle(wire.bundle(sealed))
+    assert [wire.decode(e.kind, e.body, ALL) for e in found] == said
+    assert [e.seq for e in found] == [0, 1, 2]
+    assert len(wire.unbundle(sealed[0])) == 1
+    with pytest.raises(wire.WireError):
+        wire.unbundle(wire.bundle([sealed[0], b"\xff"]))
+
+
 def test_a_hello_is_small() -> None:
     assert len(wire.encode(words.Hello("job", "node", options=m.Options(2, 3)))) < 100

@@ -230,23 +230,25 @@ class Stream:
             self.messages += 1
             self.bytes += len(data)
             try:
-                envelope = wire.unseal(data)
-                value = wire.decode(envelope.kind, envelope.body, wire.TELLINGS)
+                for envelope in wire.unbundle(data):
+                    value = wire.decode(envelope.kind, envelope.body, wire.TELLINGS)
+                    if self._is_next(envelope) and type(value) is not words.Beat:
+                        yield value
             except wire.WireError as error:
                 self.refused["garbage"] += 1
                 raise LinkEnded(f"it says what makes no sense ({error})") from None
-            if envelope.term != self.term:
-                self.refused["term"] += 1
-                continue
-            if envelope.seq <= self._heard:
-                self.refused["replayed"] += 1
-                continue
-            self._heard = envelope.seq
-            self._alive = asyncio.get_running_loop().time()
-            if type(value) is words.Beat:
-                continue
-            self.generation = max(self.generation, envelope.generation)
-            yield value
+
+    def _is_next(self, envelope: Any) -> bool:
+        if envelope.term != self.term:
+            self.refused["term"] += 1
+            return False
+        if envelope.seq <= self._heard:
+            self.refused["replayed"] += 1
+            return False
+        self._heard = envelope.seq
+        self._alive = asyncio.get_running_loop().time()
+        self.generation = max(self.generation, envelope.generation)
+        return True
 
     async def close(self) -> None:
         """Sends what was said, then hangs up; a second at most."""

@@ -85,6 +85,7 @@ class Server:
         self.on_hello: Callable[[words.Hello], object] | None = None
         self.refused: Counter[str] = Counter()
         self.bytes_in = self.bytes_out = 0
+        self._encoded: tuple[object, bytes] = (None, b"")
         self.address = ""
         self._server: Any = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -194,14 +195,15 @@ class Server:
 
     def _seal(self, value: object, seq: int = 0) -> bytes:
         hub = self.hub
-        data = wire.seal(
+        if value is not self._encoded[0]:  # the same is often told to many
+            self._encoded = (value, wire.encode(value))
+        return wire.seal(
             value,
             term=hub.term if hub else self.term,
             generation=hub.generation if hub else 0,
             seq=seq,
+            body=self._encoded[1],
         )
-        self.bytes_out += len(data)
-        return data
 
     def _saw(self, term: int) -> None:
         """Somebody speaks in a higher term: whoever serves a lower one is to step down."""
@@ -274,8 +276,16 @@ class Server:
             queue.put_nowait(None)
 
         async def write() -> None:
+            size = 0
+            going: list[bytes] = []
             while (data := await queue.get()) is not None:
-                await context.write(data)
+                going.append(data)
+                size += len(data)
+                if queue.empty() or size > wire.MAX_BODY // 2:
+                    data = wire.bundle(going) if len(going) > 1 else data
+                    self.bytes_out += len(data)
+                    await context.write(data)
+                    going, size = [], 0
             task.cancel()
 
         task: Any = asyncio.current_task()

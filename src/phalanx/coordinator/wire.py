@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Final
@@ -271,15 +271,22 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 # --- envelopes --------------------------------------------------------------------------------
 
 
-def seal(value: object, *, term: int, generation: int = 0, seq: int = 0) -> bytes:
-    """An envelope with this value. Raises WireError."""
+def seal(
+    value: object, *, term: int, generation: int = 0, seq: int = 0, body: bytes | None = None
+) -> bytes:
+    """An envelope with this value; ``body`` is what it was encoded to before. Raises WireError."""
     return pb.Envelope(
         term=term,
         generation=generation,
         seq=seq,
         kind=type(value).__name__,
-        body=encode(value),
+        body=encode(value) if body is None else body,
     ).SerializeToString()
+
+
+def bundle(sealed: Sequence[bytes]) -> bytes:
+    """Envelopes in one message: the further ones ride on the first."""
+    return sealed[0] + pb.Envelope(more=sealed[1:]).SerializeToString()
 
 
 def unseal(data: bytes) -> pb.Envelope:
@@ -293,3 +300,9 @@ def unseal(data: bytes) -> pb.Envelope:
     if envelope.term < 0 or envelope.generation < 0 or envelope.seq < 0 or not envelope.kind:
         raise WireError("an envelope without a kind, or with a number below 0")
     return envelope
+
+
+def unbundle(data: bytes) -> list[pb.Envelope]:
+    """All envelopes of a message. Raises WireError."""
+    first = unseal(data)
+    return [first, *map(unseal, first.more)] if first.more else [first]

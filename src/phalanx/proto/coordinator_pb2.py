@@ -5,13 +5,13 @@ from base64 import b64decode
 from phalanx.proto._pool import load
 
 _found = load(b64decode(
-    b"ChFjb29yZGluYXRvci5wcm90bxITcGhhbGFueC5jb29yZGluYXRvciJ4CghFbnZlbG9wZRISCgR0ZXJtGAEgASgD"
-    b"UgR0ZXJtEh4KCmdlbmVyYXRpb24YAiABKANSCmdlbmVyYXRpb24SEAoDc2VxGAMgASgDUgNzZXESEgoEa2luZBgE"
-    b"IAEoCVIEa2luZBISCgRib2R5GAUgASgMUgRib2R5MuYBCgtDb29yZGluYXRvchJKCgZBdHRlbmQSHS5waGFsYW54"
-    b"LmNvb3JkaW5hdG9yLkVudmVsb3BlGh0ucGhhbGFueC5jb29yZGluYXRvci5FbnZlbG9wZSgBMAESQwoDQXNrEh0u"
-    b"cGhhbGFueC5jb29yZGluYXRvci5FbnZlbG9wZRodLnBoYWxhbnguY29vcmRpbmF0b3IuRW52ZWxvcGUSRgoGU3Rh"
-    b"dHVzEh0ucGhhbGFueC5jb29yZGluYXRvci5FbnZlbG9wZRodLnBoYWxhbnguY29vcmRpbmF0b3IuRW52ZWxvcGVi"
-    b"BnByb3RvMw=="
+    b"ChFjb29yZGluYXRvci5wcm90bxITcGhhbGFueC5jb29yZGluYXRvciKMAQoIRW52ZWxvcGUSEgoEdGVybRgBIAEo"
+    b"A1IEdGVybRIeCgpnZW5lcmF0aW9uGAIgASgDUgpnZW5lcmF0aW9uEhAKA3NlcRgDIAEoA1IDc2VxEhIKBGtpbmQY"
+    b"BCABKAlSBGtpbmQSEgoEYm9keRgFIAEoDFIEYm9keRISCgRtb3JlGAYgAygMUgRtb3JlMuYBCgtDb29yZGluYXRv"
+    b"chJKCgZBdHRlbmQSHS5waGFsYW54LmNvb3JkaW5hdG9yLkVudmVsb3BlGh0ucGhhbGFueC5jb29yZGluYXRvci5F"
+    b"bnZlbG9wZSgBMAESQwoDQXNrEh0ucGhhbGFueC5jb29yZGluYXRvci5FbnZlbG9wZRodLnBoYWxhbnguY29vcmRp"
+    b"bmF0b3IuRW52ZWxvcGUSRgoGU3RhdHVzEh0ucGhhbGFueC5jb29yZGluYXRvci5FbnZlbG9wZRodLnBoYWxhbngu"
+    b"Y29vcmRpbmF0b3IuRW52ZWxvcGViBnByb3RvMw=="
 ))
 SERVICES = _found["SERVICES"]
 Envelope = _found["Envelope"]

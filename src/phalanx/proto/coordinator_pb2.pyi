@@ -13,6 +13,8 @@ class Envelope:
     seq: int
     kind: str
     body: bytes
+    @property
+    def more(self) -> MutableSequence[bytes]: ...
     def __init__(
         self,
         *,
@@ -21,6 +23,7 @@ class Envelope:
         seq: int = ...,
         kind: str = ...,
         body: bytes = ...,
+        more: Iterable[bytes] = ...,
     ) -> None: ...
     @classmethod
     def FromString(cls, data: bytes) -> Envelope: ...

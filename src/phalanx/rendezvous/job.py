@@ -128,7 +128,9 @@ def _join(turn: Turn, node: str, what: Join) -> None:
         turn.put(Peer(what.node, state.arrivals))
         turn.tell(node, Over(state.verdict))
         return
-    others = [p.node for p in state.peers.values() if p.node.rank is not None]
+    others = []
+    if what.node.rank is not None:
+        others = [p.node for p in state.peers.values() if p.node.rank is not None]
     refusal = ranks.clash(what.node, others, turn.options.most)
     if refusal is not None:
         if node in state.peers:

@@ -152,7 +152,7 @@ class State:
 
     @property
     def world(self) -> int:
-        return sum(len(seat.ranks) for seat in self.seats)
+        return self.seats[-1].ranks[-1] + 1 if self.seats else 0
 
     def seat_of(self, node: str) -> Seat | None:
         place = self.places.get(node)
