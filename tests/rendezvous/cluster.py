@@ -24,6 +24,7 @@ from phalanx.rendezvous.model import (
     Park,
     Refuse,
     Regroup,
+    Roster,
     Said,
     Saying,
     Stop,
@@ -31,6 +32,7 @@ from phalanx.rendezvous.model import (
     Succeeded,
     Telling,
     Tick,
+    Took,
     WorkerEvent,
 )
 
@@ -92,6 +94,8 @@ class Cluster:
             if what.assignment.host_of_store == name:
                 self._queue.append(Said(name, self._offer(name)))
             self._work(agent, what.assignment)
+        elif isinstance(what, Roster):
+            self._queue.append(Said(name, Took(what.generation)))
         elif isinstance(what, Kill):
             self._event(agent, what.rank, "died", how=what.why, hung=True)
         elif isinstance(what, Stop) and agent.stops:

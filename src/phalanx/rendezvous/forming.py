@@ -199,7 +199,6 @@ def assign(turn: Turn, seats: tuple[Seat, ...], host: str) -> None:
         store=state.peers[host].offer,
         host_of_store=host,
         done=frozenset(),
-        unsure=frozenset(),
         began=turn.now,
         furthest=None,
         pace=0.0,
@@ -211,6 +210,7 @@ def assign(turn: Turn, seats: tuple[Seat, ...], host: str) -> None:
         moved_in=frozenset(),
         culprit=None,
     )
+    turn.elect()
     if state.machine is not None:
         fresh = ep.State.fresh(turn.state.world, generation, state.machine)
         turn.set(machine=fresh)

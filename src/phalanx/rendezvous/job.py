@@ -48,6 +48,8 @@ def advance(state: State, event: Event, now: float, options: Options) -> tuple[S
     elif isinstance(event.what, Leave):
         _departed(turn, event.node, f"left: {event.what.reason}")
     elif state.phase is not Phase.OVER:
+        if not isinstance(event.what, Offer | Stopped):  # a node may stop what it does not know
+            turn.hear_of(event.node, event.what.generation)
         hear(turn, event.node, event.what)
     return turn.state, turn.effects
 
@@ -93,6 +95,7 @@ def _departed(turn: Turn, node: str, why: str, *, certain: bool = True) -> None:
     if node not in state.peers:
         if certain and node in state.unsure:
             turn.set(unsure=state.unsure - {node}, gone=state.gone | {node})
+            turn.retire()
             _recall(turn) if state.phase is Phase.RECALL else settle(turn)
         return
     if state.phase is Phase.OVER:

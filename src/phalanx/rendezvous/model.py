@@ -168,6 +168,14 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class Took:
+    """The answer to each Roster: this node knows of ``generation``, and promises nobody a term
+    who does not."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Progress:
     """The furthest finished step here; said at most once a second, never needed in time."""
 
@@ -182,7 +190,7 @@ class Leave:
     reason: str
 
 
-Saying = Join | Offer | WorkerEvent | Failed | Succeeded | Stopped | Progress | Leave
+Saying = Join | Offer | WorkerEvent | Failed | Succeeded | Stopped | Took | Progress | Leave
 
 # --- what the coordinator says -------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from phalanx.rendezvous.forming import grow, park_others, settle
 from phalanx.rendezvous.model import Assignment, Seat, Stop
 from phalanx.rendezvous.running import lose_share
 from phalanx.rendezvous.sessions import tell_regroup
-from phalanx.rendezvous.state import Peer, Phase, State, Turn, tell_roster
+from phalanx.rendezvous.state import Electorate, Peer, Phase, State, Turn, tell_roster
 
 
 def _newest(state: State) -> Assignment | None:
@@ -71,7 +71,9 @@ def rebuild(turn: Turn) -> list[str]:
         host_of_store=newest.host_of_store,
         began=turn.now,
         peak=max(state.peak, newest.groups),
-        unsure=frozenset(missing) - state.gone,
+        electorates=_electorates(state, seats, newest),
+        knows={p.node.id: share.generation for p, share in members},
+        unsure=(frozenset(missing) | state.unsure) - state.gone,
         spent=max(0, turn.options.max_restarts - newest.restarts_left),
     )
     turn.note(
@@ -94,6 +96,18 @@ def rebuild(turn: Turn) -> list[str]:
                 tell_regroup(turn, seat, peer.held.generation)
         turn.change(peer.node.id, runs=runs, held=None, share=None)
     return missing
+
+
+def _electorates(state: State, seats: Sequence[Seat], newest: Assignment) -> tuple[Electorate, ...]:
+    """The members of the generation that runs, and those who elected this coordinator."""
+    nodes = frozenset(seat.node for seat in seats)
+    roster = state.roster
+    if roster is None:
+        return (Electorate(newest.generation, nodes),)
+    before = frozenset(node for node, _ in roster.nodes[: roster.members])
+    if before == nodes:
+        return (Electorate(newest.generation, nodes),)
+    return Electorate(roster.generation, before), Electorate(newest.generation, nodes)
 
 
 def _names(state: State, newest: Assignment, base: int) -> tuple[str, ...]:

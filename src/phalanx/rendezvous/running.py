@@ -127,10 +127,12 @@ def departed(turn: Turn, node: str, why: str, *, certain: bool = True) -> None:
     """The node is gone. Its share counts as done if it was."""
     state = turn.state
     member = state.seat_of(node) is not None
+    votes = member or any(node in voters.nodes for voters in state.electorates)
     name = turn.name(node)
     turn.drop(node)
-    if member and not certain:
+    if votes and not certain:
         turn.set(unsure=state.unsure | {node})
+    turn.retire()
     turn.note("node_gone", node=node, why=why, member=member, certain=certain)
     if state.phase is Phase.RUNNING and member and node not in state.done:
         lose_share(turn, node, f"{name} {why}")

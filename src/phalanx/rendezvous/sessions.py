@@ -152,7 +152,7 @@ def move_in(turn: Turn, seat: Seat, peer: Peer, why: str) -> None:
     seats = list(state.seats)
     seats[place] = Seat(peer.node.id, seat.ranks)
     turn.seat(tuple(seats))
-    turn.set(moved_in=state.moved_in | {peer.node.id}, unsure=state.unsure - {seat.node})
+    turn.set(moved_in=state.moved_in | {peer.node.id})
     turn.note("seat_taken", node=peer.node.id, of=seat.node, ranks=list(seat.ranks))
     step(turn, ep.Gone(seat.ranks, why), arriving=peer.node.id)
 
@@ -201,6 +201,7 @@ def _regroup(turn: Turn, generation: int, fresh: frozenset[int], arriving: str) 
         born={**state.born, **dict.fromkeys(fresh, generation)},
     )
     turn.change(host.node.id, offer="")
+    turn.elect()
     for seat in state.seats:
         turn.change(seat.node, runs=generation, parked="")
         tell_regroup(turn, seat, generation - 1, arrives=seat.node == arriving)

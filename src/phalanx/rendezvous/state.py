@@ -66,6 +66,14 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Electorate:
+    """The members from a generation on: a majority of them makes a coordinator."""
+
+    generation: int
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True)
 class State:
     """One job. ``seats``, ``store`` and what is done belong to ``generation``, or, while none
     runs, to the last one: ranks follow from it.
@@ -84,7 +92,11 @@ class State:
     born: Mapping[int, int] = field(default_factory=dict)  # since then: ranks started in place
     store: str = ""
     host_of_store: str = ""
-    unsure: frozenset[str] = frozenset()  # members that are lost and may live beyond a cut
+    # Those whose majority counts: of the last generation, and of earlier ones of whose members
+    # not yet a majority knows of a later one.
+    electorates: tuple[Electorate, ...] = ()
+    knows: Mapping[str, int] = field(default_factory=dict)  # the newest generation a node knows of
+    unsure: frozenset[str] = frozenset()  # of them, those that are lost and may live beyond a cut
     fence_until: float | None = None  # until then a member that is lost may use a word to commit
     done: frozenset[str] = frozenset()  # nodes whose workers have all ended well
     began: float = 0.0
@@ -163,14 +175,17 @@ class State:
         return self.seats[place].node
 
     def has_quorum(self, options: Options) -> bool:
-        """Whether no other side of a cut can have a majority of the last generation's members:
-        what is formed or committed here is then the job's.
+        """Whether no other side of a cut can have a majority of the members: what is formed or
+        committed here is then the job's.
         """
-        if not self.unsure:
+        return all(self._is_majority(voters, options) for voters in self.electorates)
+
+    def _is_majority(self, voters: Electorate, options: Options) -> bool:
+        lost = len(voters.nodes & self.unsure)
+        if not lost:
             return True
-        here = sum(seat.node in self.peers for seat in self.seats)
-        lost = sum(seat.node in self.unsure for seat in self.seats)
-        return here > lost or (len(self.seats) == 2 and options.on_split == "continue")
+        here = sum(node in self.peers for node in voters.nodes)
+        return here > lost or (len(voters.nodes) == 2 and options.on_split == "continue")
 
     def is_out(self, node: str) -> bool:
         """Whether the node is left out for its faults."""
@@ -214,6 +229,36 @@ class Turn:
 
     def seat(self, seats: tuple[Seat, ...]) -> None:
         self.set(seats=seats, places={seat.node: place for place, seat in enumerate(seats)})
+
+    def elect(self) -> None:
+        """The nodes that have seats are those whose majority counts, beside earlier ones."""
+        nodes = frozenset(self.state.places)
+        old = self.state.electorates
+        if not old or old[-1].nodes != nodes:
+            self.set(electorates=(*old, Electorate(self.state.generation, nodes)))
+            self.retire()
+
+    def hear_of(self, node: str, generation: int) -> None:
+        """The node knows of this generation."""
+        if len(self.state.electorates) > 1 and self.state.knows.get(node, 0) < generation:
+            self.set(knows={**self.state.knows, node: generation})
+            self.retire()
+
+    def retire(self) -> None:
+        """Forget electorates none of which could elect anybody any more: of the living a
+        majority knows of the next one, and promises nothing to who does not."""
+        state = self.state
+        while len(state.electorates) > 1:
+            first, following = state.electorates[:2]
+            living = [n for n in first.nodes if n in state.peers or n in state.unsure]
+            know = sum(state.knows.get(n, 0) >= following.generation for n in living)
+            if 2 * know <= len(living) and living:
+                break
+            state = replace(state, electorates=state.electorates[1:])
+        if state is not self.state:
+            voters = frozenset[str]().union(*(e.nodes for e in state.electorates))
+            knows = {} if len(state.electorates) == 1 else state.knows
+            self.state = replace(state, unsure=state.unsure & voters, knows=knows)
 
     def _own_peers(self) -> dict[str, Peer]:
         if self._peers is None or self._peers is not self.state.peers:
