@@ -24,7 +24,6 @@ from phalanx.rendezvous.model import (
     Park,
     Refuse,
     Regroup,
-    Roster,
     Said,
     Saying,
     Stop,
@@ -42,6 +41,7 @@ class Agent:
     node: Node
     told: list[Telling] = field(default_factory=list)
     held: Assignment | None = None
+    last: Assignment | None = None
     stops: bool = True  # answers Stop at once
     dead: set[int] = field(default_factory=set)
 
@@ -84,18 +84,18 @@ class Cluster:
             return
         agent.told.append(what)
         if isinstance(what, Assign):
-            agent.held = what.assignment
+            agent.held = agent.last = what.assignment
+            self._queue.append(Said(name, Took(what.assignment.generation)))
             if what.assignment.host_of_store == name:
                 self._queue.append(Said(name, self._offer(name)))
             if self.speaks:
                 self._work(agent, what.assignment)
         elif isinstance(what, Regroup):
-            agent.held = what.assignment
+            agent.held = agent.last = what.assignment
+            self._queue.append(Said(name, Took(what.assignment.generation)))
             if what.assignment.host_of_store == name:
                 self._queue.append(Said(name, self._offer(name)))
             self._work(agent, what.assignment)
-        elif isinstance(what, Roster):
-            self._queue.append(Said(name, Took(what.generation)))
         elif isinstance(what, Kill):
             self._event(agent, what.rank, "died", how=what.why, hung=True)
         elif isinstance(what, Stop) and agent.stops:
@@ -136,7 +136,8 @@ class Cluster:
                 name, Agent(Node(name, f"10.0.0.{name}", f"10.0.0.{name}:29400", host=name, **node))
             )
             store = f"10.0.0.{name}:4000" if offer else ""
-            self.feed(Said(name, Join(agent.node, epoch, agent.held, store)))
+            join = Join(agent.node, epoch, agent.held, store, None, agent.last)
+            self.feed(Said(name, join))
 
     def say(self, name: str, what: Saying) -> None:
         self.feed(Said(name, what))

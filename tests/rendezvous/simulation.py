@@ -20,12 +20,11 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.rendezvous import election, job
 from phalanx.rendezvous import model as m
-from phalanx.rendezvous.job import Phase
 
 SILENCE = 5.0  # without a sign of life a connection counts as lost
 ISOLATION = 30.0
@@ -294,6 +293,7 @@ class Agent:
         self.exited = False
         self.fence = (0, 0)
         self.held: m.Assignment | None = None
+        self.last: m.Assignment | None = None
         self.workers: dict[int, str] = {}  # rank: starting, loop, finished, dead
         self.group: Group | None = None
         self.incarnation = 0
@@ -353,7 +353,7 @@ class Agent:
                 self.failed,
             )
         offer = f"{self.id}:{self.offered}"
-        self.say(m.Join(self.node, 0, self.held, offer, share))
+        self.say(m.Join(self.node, 0, self.held, offer, share, self.last))
         if self.asked is not None and self.held and self.held.generation == self.asked[0]:
             self._ask_to_commit(self.asked[1])
 
@@ -540,10 +540,6 @@ class Agent:
                 self.worker_dies(what.rank, "was killed", hung=True)
         elif isinstance(what, m.Roster):
             self.roster = what
-            self.say(m.Took(what.generation))
-            self.ballot = replace(
-                self.ballot, generation=max(self.ballot.generation, what.generation)
-            )
         elif isinstance(what, m.Commit):
             self.commit(what)
         elif isinstance(what, m.Refused):
@@ -557,6 +553,9 @@ class Agent:
         if a.generation <= self.fence[1] or a.term < self.fence[0]:
             return False
         self.fence = (a.term, a.generation)
+        self.last = a
+        self.ballot = replace(self.ballot, generation=a.generation)
+        self.say(m.Took(a.generation))
         return True
 
     def _stopped(self, stream: Stream, generation: int) -> None:
@@ -583,10 +582,10 @@ class Agent:
             self.after(LINGER / 4, self.leave_for_good)
 
     def _linger(self, until: float) -> None:
-        if self.hub is not None and self.hub.live and not self.hub.state.settled:
-            if self.sim.now < until:
-                self.after(0.5, self._linger, until)
-                return
+        leads = self.hub is not None and self.hub.live and not self.hub.state.settled
+        if leads and self.sim.now < until:
+            self.after(0.5, self._linger, until)
+            return
         self.leave_for_good()
 
     def leave_for_good(self) -> None:
@@ -770,7 +769,7 @@ class Group:
             holder = self.holders.setdefault(rank, agent)
             if holder is not agent and holder.alive and holder.group is self:
                 raise Broken(
-                    f"rank {rank} of generation {a.generation} is held by {holder.id} and {agent.id}"
+                    f"rank {rank} of generation {a.generation}: {holder.id} and {agent.id} hold it"
                 )
             self.holders[rank] = agent
         self.nodes[agent.id] = agent

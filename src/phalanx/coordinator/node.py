@@ -239,6 +239,7 @@ class CoordinatorNode:
         elif isinstance(telling, model.Assign | model.Regroup):
             generation = max(ballot.generation, telling.assignment.generation)
             self._ballot = dataclasses.replace(ballot, generation=generation)
+            self._say(model.Took(generation))
         elif isinstance(telling, model.Over):
             self._ballot = dataclasses.replace(ballot, verdict=telling.verdict)
 

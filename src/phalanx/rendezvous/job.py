@@ -161,7 +161,7 @@ def _peer(turn: Turn, what: Join) -> Peer:
     if old is None:
         turn.set(arrivals=since + 1)
     runs = what.held.generation if what.held else 0
-    peer = Peer(what.node, since, what.offer, runs, what.held, what.share)
+    peer = Peer(what.node, since, what.offer, runs, what.held, what.share, what.last)
     turn.put(peer)
     node = what.node.id
     if node in turn.state.unsure or node in turn.state.gone:
@@ -174,7 +174,8 @@ def _new(turn: Turn, node: str, what: Join) -> None:
     budgets.inherit(turn, what.node)
     turn.note("node_joined", node=node, host=what.node.host, address=what.node.address)
     state = turn.state
-    if peer.runs and state.generation == 0 and state.phase is Phase.GATHERING:
+    remembers = peer.held is not None or peer.last is not None
+    if remembers and state.generation == 0 and state.phase is Phase.GATHERING:
         # we have forgotten: a coordinator that was started again
         recall_by = turn.now + turn.options.recall
         fence = turn.now + turn.options.commit_within

@@ -116,9 +116,10 @@ class Join:
 
     ``held``: the assignment whose workers run here now or have all ended well here, None if none
     do; ``share``: what has become of them, so that nothing is lost that was said to a
-    coordinator just before its end. ``offer``: a listener ("host:port") that is bound and not
-    used yet, for the store of the next generation. ``epoch``: the requeue's number; a finished
-    epoch's verdict is told to late comers.
+    coordinator just before its end. ``last``: the newest assignment it has had, also when none
+    of its workers is left: what a new coordinator remembers. ``offer``: a listener
+    ("host:port") that is bound and not used yet, for the store of the next generation.
+    ``epoch``: the requeue's number; a finished epoch's verdict is told to late comers.
     """
 
     node: Node
@@ -126,6 +127,7 @@ class Join:
     held: Assignment | None = None
     offer: str = ""
     share: Share | None = None
+    last: Assignment | None = None
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,8 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Took:
-    """The answer to each Roster: this node knows of ``generation``, and promises nobody a term
-    who does not."""
+    """The answer to each Assign and Regroup: this node knows of ``generation``, and promises
+    nobody a term who does not."""
 
     generation: int
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.rendezvous.forming import grow, park_others, settle
-from phalanx.rendezvous.model import Assignment, Seat, Stop
+from phalanx.rendezvous.model import Assignment, Roster, Seat, Stop
 from phalanx.rendezvous.running import lose_share
 from phalanx.rendezvous.sessions import tell_regroup
 from phalanx.rendezvous.state import Electorate, Peer, Phase, State, Turn, tell_roster
@@ -20,10 +20,18 @@ def _newest(state: State) -> Assignment | None:
 def complete(state: State) -> bool:
     """Whether all members of the last generation are here or known to be gone."""
     newest = _newest(state)
-    if newest is None:
+    known = len(_members(state, newest)) if newest is not None else 0
+    if state.roster is None:
+        return newest is not None and known >= newest.groups
+    away = state.gone | state.unsure
+    voters = _voters(state.roster)
+    if not all(node in state.peers or node in away for node in voters):
         return False
-    away = len(state.gone) + len(state.unsure)
-    return len(_members(state, newest)) + away >= newest.groups
+    return newest is None or known + len(voters & away) >= newest.groups
+
+
+def _voters(roster: Roster) -> frozenset[str]:
+    return frozenset(node for node, _ in roster.nodes[: roster.members])
 
 
 def _members(state: State, newest: Assignment) -> list[tuple[Peer, Assignment]]:
@@ -48,9 +56,9 @@ def rebuild(turn: Turn) -> list[str]:
     """
     state = turn.state
     newest = _newest(state)
-    turn.set(recall_by=None, heard=(), gone=frozenset(), unsure=frozenset(), roster=None)
+    turn.set(recall_by=None, heard=(), gone=frozenset(), roster=None)
     if newest is None:
-        turn.set(phase=Phase.GATHERING)
+        _remember(turn, state)
         return []
     members = _members(state, newest)
     base = min(share.generation for _, share in members)
@@ -71,11 +79,9 @@ def rebuild(turn: Turn) -> list[str]:
         host_of_store=newest.host_of_store,
         began=turn.now,
         peak=max(state.peak, newest.groups),
-        electorates=_electorates(state, seats, newest),
-        knows={p.node.id: share.generation for p, share in members},
-        unsure=(frozenset(missing) | state.unsure) - state.gone,
         spent=max(0, turn.options.max_restarts - newest.restarts_left),
     )
+    _count_voters(turn, state, newest.generation)
     turn.note(
         "took_over",
         term=state.term,
@@ -94,20 +100,45 @@ def rebuild(turn: Turn) -> list[str]:
             runs = newest.generation
             if peer.held.generation < newest.generation:
                 tell_regroup(turn, seat, peer.held.generation)
-        turn.change(peer.node.id, runs=runs, held=None, share=None)
+        turn.change(peer.node.id, runs=runs, held=None, share=None, last=None)
     return missing
 
 
-def _electorates(state: State, seats: Sequence[Seat], newest: Assignment) -> tuple[Electorate, ...]:
-    """The members of the generation that runs, and those who elected this coordinator."""
-    nodes = frozenset(seat.node for seat in seats)
-    roster = state.roster
-    if roster is None:
-        return (Electorate(newest.generation, nodes),)
-    before = frozenset(node for node, _ in roster.nodes[: roster.members])
-    if before == nodes:
-        return (Electorate(newest.generation, nodes),)
-    return Electorate(roster.generation, before), Electorate(newest.generation, nodes)
+def _remember(turn: Turn, before: State) -> None:
+    """No worker runs: what forms next follows from what ran last."""
+    last = [p.last for p in before.peers.values() if p.last is not None]
+    newest = max(last, key=lambda a: (a.generation, a.term), default=None)
+    turn.set(phase=Phase.GATHERING)
+    if newest is None:
+        return
+    seats = {a.seat.ranks: a.seat for a in last if a.generation == newest.generation}
+    turn.seat(tuple(sorted(seats.values(), key=lambda seat: seat.ranks)))
+    turn.set(
+        generation=max(newest.generation, before.roster.generation if before.roster else 0),
+        attempt=newest.attempt,
+        peak=newest.groups,
+        spent=max(0, turn.options.max_restarts - newest.restarts_left),
+    )
+    _count_voters(turn, before, turn.state.generation)
+    turn.note("took_over", term=before.term, generation=turn.state.generation, nodes=[])
+
+
+def _count_voters(turn: Turn, before: State, generation: int) -> None:
+    """Whose majority counts: the members of the last generation, and those who elected this
+    coordinator. Of them everybody is uncertain who is neither here nor gone for certain.
+    """
+    electorates = [Electorate(generation, frozenset(turn.state.places))]
+    if before.roster is not None and _voters(before.roster) != electorates[0].nodes:
+        electorates.insert(0, Electorate(before.roster.generation, _voters(before.roster)))
+    voters = frozenset[str]().union(*(e.nodes for e in electorates))
+    knows = {
+        p.node.id: a.generation
+        for p in before.peers.values()
+        if (a := p.held or p.last) is not None
+    }
+    here = frozenset(before.peers)
+    turn.set(electorates=tuple(electorates), knows=knows, unsure=voters - here - before.gone)
+    turn.retire()
 
 
 def _names(state: State, newest: Assignment, base: int) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class Peer:
     runs: int = 0  # the generation whose workers may run there, 0 for none
     held: Assignment | None = None  # what it said it holds, until the coordinator knows itself
     share: Share | None = None  # and what it said has become of it
+    last: Assignment | None = None  # what it had last
     parked: str = ""  # why it was told to wait
 
 
