@@ -26,6 +26,7 @@ from typing import Any
 from phalanx.rendezvous import election, job
 from phalanx.rendezvous import model as m
 
+CLOSED = "closed its connection"
 SILENCE = 5.0  # without a sign of life a connection counts as lost
 ISOLATION = 30.0
 LINGER = 20.0
@@ -106,7 +107,7 @@ class Stream:
             self.send(to, call, *args)
         for side, other in (("agent", "hub"), ("hub", "agent")):
             if self.open[side] and not self.open[other]:
-                self.sim.after(self.sim.latency(), self._closed, side, "closed its connection")
+                self.sim.after(self.sim.latency(), self._closed, side, CLOSED)
 
     def close(self, side: str) -> None:
         """That end gives up, or is dead."""
@@ -116,7 +117,7 @@ class Stream:
         other = "hub" if side == "agent" else "agent"
         if self.whole:
             at = max(self.last[other] + 1e-6, self.sim.now + self.sim.latency())
-            self.sim.at(at, self._closed, other, "closed its connection")
+            self.sim.at(at, self._closed, other, CLOSED)
         else:
             self.watch(other)
 
@@ -164,7 +165,6 @@ class Hub:
         self.live = True
         self.due: float | None = None
         self.known: dict[str, Agent] = {}
-        self.probing: set[str] = set()
         sim.after(0.2, self._herald)
 
     @property
@@ -223,27 +223,13 @@ class Hub:
             return
         del self.streams[node]
         self.feed(m.Lost(node, how, certain=False))
-        self.probe(node)
 
-    def probe(self, node: str) -> None:
-        """Whether it is dead for certain."""
-        if node not in self.probing:
-            self.probing.add(node)
-            self._probe(node)
-
-    def _probe(self, node: str) -> None:
         def answered(found: Any) -> None:
-            if not self.live:
-                return
-            if found == "dead":
-                self.probing.discard(node)
+            if self.live and found == "dead" and node not in self.streams:
                 self.feed(m.Lost(node, "nobody listens there", certain=True))
-            elif node in self.state.unsure:
-                self.sim.after(1.0, self.owner.do, self._probe, node)
-            else:
-                self.probing.discard(node)
 
-        self.sim.ask(self.owner, self.known[node], election.Who("j"), answered)
+        if how == CLOSED and not self.owner.stalled:
+            self.sim.ask(self.owner, self.known[node], election.Who("j"), answered)
 
     def _herald(self) -> None:
         """Say who leads to those that are away."""
@@ -286,6 +272,8 @@ class Agent:
         self.hub: Hub | None = None
         self.searching = False
         self.was_there = False
+        self.was_certain = False  # the coordinator's end was seen
+        self.resumed = -10.0
         self.alone_since: float | None = sim.now
         self.rounds: Counter[str] = Counter()
         self.waited = 0.05
@@ -316,7 +304,13 @@ class Agent:
     def after(self, wait: float, call: Callable[..., None], *args: Any) -> None:
         self.sim.after(wait, self.do, call, *args)
 
+    @property
+    def stalled(self) -> bool:
+        """What it sees now may be older than it seems."""
+        return self.sim.now < self.resumed + 1.0
+
     def resume(self) -> None:
+        self.resumed = self.sim.now
         while self.inbox and self.alive and not self.paused:
             call, args = self.inbox.pop(0)
             call(*args)
@@ -437,6 +431,8 @@ class Agent:
             return
         promised = [a.id for a, p in found if isinstance(p, election.Promise) and p.granted]
         dead = [a.id for a, p in found if p == "dead"]
+        if not self.was_certain or self.coordinator not in dead:
+            dead = []
         for _, answer in found:
             if isinstance(answer, election.Promise) and not answer.granted:
                 if answer.verdict is not None:
@@ -462,9 +458,6 @@ class Agent:
         self.hub = Hub(self.sim, self, state)
         self.hub.known.update({n: a for n, a in self.sim.agents.items() if n != self.id})
         self.hub._arm()
-        for node in absent:
-            if node in self.hub.known:
-                self.hub.probe(node)
         self._found(self.hub.attend(self))
 
     def asked_by(self, what: Any) -> Any:
@@ -500,6 +493,7 @@ class Agent:
         if self.stream is not stream:
             return
         self.stream = None
+        self.was_certain = how == CLOSED and not self.stalled
         self.ballot = replace(self.ballot, following="")
         self.alone_since = self.sim.now
         self.after(ISOLATION, self._isolated, self.alone_since)

@@ -133,7 +133,9 @@ def won(
     """Whether these promises make ``me`` the coordinator.
 
     ``dead``: members whose agent has certainly ended (their machine answers that nobody
-    listens). Of two members one may go on alone with ``on_split`` "continue": if both sides of
+    listens), for one who was connected to the last coordinator until that one ended. Whoever lost
+    it in another way must name none: they may have known of a later generation, with which
+    others go on. Of two members one may go on alone with ``on_split`` "continue": if both sides of
     a split were started so, both do.
     """
     members = {node for node, _ in roster.nodes[: roster.members]}

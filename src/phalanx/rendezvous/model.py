@@ -345,9 +345,11 @@ class Said:
 class Lost:
     """The node's connection closed, or it was silent for too long; ``how`` is a clause.
 
-    ``certain``: its agent has ended (its machine answers that nobody listens at its endpoint).
-    Else it may live beyond a cut, and go on with those on its side; so nothing is formed here
-    by less than a majority. Said again with ``certain`` true when that is known later.
+    ``certain``: its agent ended while it was connected (the connection closed, and its machine
+    answers that nobody listens at its endpoint). Not so if it was out of contact before, since it
+    was silent or this process stopped: it may have promised its vote to another meanwhile, and
+    those on its side may go on; so nothing is formed here by less than a majority. May be said
+    again with ``certain`` true when the answer is there.
     """
 
     node: str
