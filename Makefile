@@ -8,7 +8,7 @@ PEERS := .venv-peers
 MINUTES ?= 10
 SEED ?= 1
 
-.PHONY: demo test test-libraries test-repeat lint types conformance bench multi-node proof chaos \
+.PHONY: demo test test-libraries test-repeat lint types conformance bench multi-node slurm proof chaos \
 	recovery-tour compat bench-training bench-controller bench-rendezvous generated clean
 
 $(STAMP): pyproject.toml
@@ -51,6 +51,9 @@ bench: $(STAMP)  ## ours beside torchrun, in one run
 
 multi-node: $(STAMP)  ## three hosts in network namespaces: killed, cut off, stopped, told to go, and back
 	$(PY) bench/multi_node.py
+
+slurm: $(STAMP)  ## examples/slurm on a real Slurm of three nodes, one of them killed (as root)
+	$(PY) bench/slurm.py
 
 proof: $(STAMP)  ## faults at every place of a step, against the run without one, bit for bit
 	$(PY) bench/proof.py
