@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -107,6 +108,31 @@ def test_exit_when_the_controller_says_so(member, restarts: int) -> None:
     assert "decided by the controller: exit" in run.err
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_dump_when_the_controller_says_so(member, writes: bool) -> None:
+    body = SESSION.replace(
+        "begin()",
+        "begin()\n"
+        "end.send('hello', generation=generation, rank=RANK, capabilities=['dump'], waiting=JOIN)",
+        1,
+    )
+    body += f"""
+        if message.type == "dump":
+            told = {{k: message.fields[k] for k in ("generation", "step", "commit")}}
+            say("dump", RANK, told["step"], told["commit"])
+            end.send("dumped", **told, complete={writes}, text="disk full", path="/checkpoints")
+"""
+    with Controller("--strategies", "dump") as controller:
+        run = start(member, controller, "--controller-timeout 30 --max-restarts 1", body)
+        (run.folder / "die").touch()
+        run.until(lambda: len([s for s in run.said() if s.startswith("up")]) == 4)
+        finish(run, controller, "dump and exit")
+    assert {e["data"]["strategy"] for e in run.events("decided")} == {"dump"}, run.err
+    assert ("was dumped to /checkpoints" if writes else "no dump: rank 0 could not") in run.err
+    wanted = ["dump 0 1 False", "dump 0 1 True"] if writes else ["dump 0 1 False"]
+    assert [line for line in run.said() if line.startswith("dump")] == wanted
+
+
 def test_a_plain_program_starts_anew_and_the_reason_is_told(job) -> None:
     with Controller() as controller:
         run = job(
@@ -196,6 +222,60 @@ def test_the_original_server_is_asked_as_well(member) -> None:
         assert run.wait() == 0, run.err
     assert [e["data"]["strategy"] for e in run.events("decided")] == ["recover-in-place"], run.err
     assert len(pids(run)["0"]) == 1 and len(pids(run)["1"]) == 2
+
+
+EXAMPLE = ROOT / "examples" / "charlm" / "session.py"
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(
+    os.environ.get("PHALANX_SLOW_TESTS") != "1", reason="slow: PHALANX_SLOW_TESTS=1 runs it"
+)
+@pytest.mark.parametrize("between", [False, True], ids=["calm", "kill -9 between"])
+@pytest.mark.parametrize("strategy", ["recover-in-place", "dump", "exit"])
+def test_the_example(job, tmp_path, strategy: str, between: bool) -> None:
+    """A rank of the example dies twice; the controller decides, and may itself die in between."""
+    pytest.importorskip("torch")
+    state = tmp_path / "state"
+    with Controller("--strategies", strategy, state=state) as controller:
+        run = job.raw(
+            ["--nproc-per-node", "4", "--rdzv-id", "j", "--controller", controller.address,
+             "--controller-timeout", "30", str(EXAMPLE), "--out", str(tmp_path / "out"),
+             "--steps", "200", "--save-every", "25"],
+            {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        losses = tmp_path / "out" / "losses.jsonl"
+
+        def steps() -> int:
+            return len(losses.read_text().splitlines()) if losses.exists() else 0
+
+        def pid_of(rank: int) -> int:
+            started = run.events("workers_started")[-1]["data"]["pids"]
+            replaced = [e["data"] for e in run.events("worker_replaced")]
+            known = {int(k): v for k, v in started.items()}
+            known.update({e["local_rank"]: e["pid"] for e in replaced})
+            return known[rank]
+
+        for number, rank in enumerate((1, 2), 1):
+            seen = steps()
+            run.until(lambda seen=seen: steps() > seen + 20 and connected(run), 120)
+            os.kill(pid_of(rank), signal.SIGKILL)
+            run.until(lambda n=number: len(run.events("recovered")) == n, 120)
+            run.until(lambda n=number: (v := jobs_view(controller)) and v.episodes == n
+                      and v.state == "idle")  # fmt: skip
+            if between and number == 1:
+                before = len(run.events("controller"))
+                controller.restart()
+                run.until(lambda n=before: connected(run) and len(run.events("controller")) > n + 1)
+        assert run.wait(200) == 0, run.err
+        outcome = {"dump": "dump and exit", "exit": "exit"}.get(strategy, f"{strategy} succeeded")
+        assert jobs_view(controller).lastOutcome == outcome
+    decided = [(e["data"]["by"], e["data"]["strategy"]) for e in run.events("decided")]
+    assert decided == [("controller", strategy)] * 2, run.err
+    done = {"recover-in-place": "recover-in-place"}.get(strategy, "restart")
+    assert {e["data"]["strategy"] for e in run.events("recovered")} == {done}
+    assert "step  199" in run.out
 
 
 def test_a_job_ends_well_without_any_controller(job) -> None:

@@ -95,11 +95,25 @@ class Advised(InPlace):
             self._consider(event, words_)
 
     def _carry_out(self, effect: ep.Effect) -> None:
+        if isinstance(effect, episodes().RestartGroup):
+            self._group_ends(effect)
         super()._carry_out(effect)
         if isinstance(effect, episodes().Recovered):
             self._ruling = None
             self._open.clear()
             self._obey(self.counsel.tell(c.Done()))
+
+    def _group_ends(self, effect: ep.RestartGroup) -> None:
+        """The machine has given the group up, after a dump or without: how that went."""
+        dumping = self._ruling is not None and self._ruling.strategy == words.DUMP
+        if dumping and effect.dumped is not None:
+            self.counsel.tell(c.Done())
+        elif self.counsel.state.acting is not None:
+            code = words.Code.DUMP_ERROR if dumping else words.Code.UNRECOVERABLE
+            why = effect.words if dumping and effect.words else effect.why
+            self.counsel.tell(c.NoChoice((), words.EXIT, why, code))
+        self._forget()
+        InPlace.give_up(self, effect.why)  # what there was to tell has been told
 
     # ------------------------------------------------------------------ asking
 

@@ -313,8 +313,8 @@ class InPlace:
         bounds = ep.Bounds(ending=ending.Bounds())
         if only is None:
             return bounds
-        policy = ladder.Policy(enabled=frozenset({ladder.Strategy(only)}))
-        return replace(bounds, policy=policy)
+        enabled = frozenset({ladder.Strategy(only)})
+        return replace(bounds, policy=replace(bounds.policy, enabled=enabled))
 
     def _carry_out(self, effect: ep.Effect) -> None:
         from phalanx.recovery import ending

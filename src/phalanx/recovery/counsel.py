@@ -92,11 +92,13 @@ class TookAlone:
 
 @dataclass(frozen=True)
 class NoChoice:
-    """Something broke and there is only one thing to do about it, which is being done."""
+    """Something broke, or did not work, and there is only one thing to do about it, which is
+    being done. ``code``: what is reported of a strategy that was under way."""
 
     troubles: tuple[Trouble, ...]
     strategy: str
     why: str
+    code: int = Code.UNRECOVERABLE
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def _go_alone(state: State, why: str) -> tuple[State, list[Effect]]:
 def _no_choice(state: State, event: NoChoice) -> tuple[State, list[Effect]]:
     effects: list[Effect] = []
     if state.acting is not None:
-        effects.append(SayStatus(state.acting, Code.UNRECOVERABLE, event.why))
+        effects.append(SayStatus(state.acting, event.code, event.why))
     else:
         state, effects = _say(state, event.troubles)
     if state.stop is not None:
