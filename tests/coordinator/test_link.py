@@ -151,5 +151,34 @@ def test_raw_bytes_on_the_port(agents: Any, port: int) -> None:
             with contextlib.suppress(ConnectionError):
                 while raw.recv(4096):
                     pass
-    second = agents("b", f"127.0.0.1:{port}")
+    with socket.create_connection(("127.0.0.1", port), 10) as raw:
+        raw.sendall(b"PRI")  # as gRPC begins; it may still become one
+        second = agents("b", f"127.0.0.1:{port}")
+        second.until(m.Park)
+    assert first.node._server.refused == {"torchrun": 1, "garbage": 2}
+    assert [line for line in first.lines if "stock torchrun on 127.0.0.1" in line]
+
+
+def test_a_port_in_use(agents: Any, port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        agent = agents("a", f"127.0.0.1:{port}", is_host=True)
+        assert f"port {port}: in use by process" in agent.until(m.Refuse).reason
+        range_ = (port, port + 20)
+        first = agents("b", "127.0.0.1:0", is_host=True, ports=range_)
+        where = first.until(words.Reached).node.endpoint
+        second = agents("c", where, is_host=False, ports=range_)
+        own = int(second.until(words.Reached).node.endpoint.rpartition(":")[2])
+        assert port < own <= port + 20
+
+
+def test_ipv6(agents: Any, port: int) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    first = agents("a", f"[::1]:{port}")
+    assert first.until(words.Reached).node.endpoint == f"[::1]:{port}"
+    second = agents("b", f"[::1]:{port}")
+    reached = second.until(words.Reached)
+    assert reached.node.address == "::1" and reached.node.endpoint.startswith("[::1]:")
     second.until(m.Park)

@@ -94,19 +94,6 @@ def own_address(host: str) -> str | None:
     return None
 
 
-def free(host: str, port: int) -> bool:
-    """Whether one could listen there just now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError:
-            return False
-    return True
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a listener there."""
     if host == "localhost":

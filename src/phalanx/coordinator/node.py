@@ -91,6 +91,7 @@ class CoordinatorNode:
             Job(plan.run_id, plan.epoch, plan.silence), plan.node.id, plan.security
         )
         self._server.on_higher = self._higher
+        self._server.line = line
         self._server.ask = self._asked
         self._server.asked = wire.kinds(election.Ask | election.Who | election.Lead)
         self._target = self._server.moved = plan.endpoint  # where the coordinator is, or was last

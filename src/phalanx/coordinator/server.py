@@ -1,16 +1,18 @@
 """What every agent of a job answers on its endpoint: as its coordinator, or that it is not.
 
 Bytes that do not fit cost their sender the call and are counted (``refused``), by what was
-wrong: unauthenticated, garbage, oversized, replayed, term, stranger (another job, another
-version, a node that is somebody else).
+wrong: unauthenticated, garbage, oversized, replayed, term, torchrun (a stock one), stranger
+(another job, another version, a node that is somebody else).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -20,9 +22,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from phalanx.coordinator import net, wire, words
+from phalanx.coordinator import doorman, wire, words
 from phalanx.coordinator.hub import Chair, Hub, agree
 from phalanx.coordinator.security import OPEN, Security
+from phalanx.elastic.rendezvous.ports import owners
 from phalanx.proto import coordinator_pb2 as pb
 from phalanx.rendezvous import model
 
@@ -88,6 +91,9 @@ class Server:
         self._encoded: tuple[object, bytes] = (None, b"")
         self.address = ""
         self._server: Any = None
+        self._door: doorman.Doorman | None = None
+        self._scolded: dict[str, float] = {}
+        self.line: Callable[[str], object] = log.warning
         self._sweeper: asyncio.Task[None] | None = None
         self._awake = time.monotonic()  # when the sweeper ran last
         self._nap = job.silence / 2
@@ -99,37 +105,48 @@ class Server:
 
         Returns "host:port". Raises CoordinatorError.
         """
-        tried = []
-        for port in ports:
-            server = grpc.aio.server(options=[*options(self.job.silence), ("grpc.so_reuseport", 0)])
-            server.add_generic_rpc_handlers((self._handlers(),))
-            where = net.join(host, port)
-            bound = 0
-            # gRPC writes lines of its own about a port that is taken, and then says so by
-            # raising, or by the port 0, depending on its version.
-            if net.free(host, port):
-                with contextlib.suppress(RuntimeError):
-                    bound = (
-                        server.add_secure_port(where, self._credentials())
-                        if self.security.tls
-                        else server.add_insecure_port(where)
-                    )
-            if bound:
-                await server.start()
-                self._server = server
-                self._sweeper = asyncio.create_task(self._sweep())
-                self.address = net.join(host, bound)
-                return self.address
-            tried.append(port)
-        shown = str(tried[0]) if len(tried) == 1 else f"{min(tried)}-{max(tried)}"
-        raise CoordinatorError(
-            f"cannot listen on {host}, port {shown}: in use, or not an address of this machine"
+        tried = list(ports)
+        try:
+            listener = doorman.bind(host, tried)
+        except OSError as error:
+            low, high = min(tried), max(tried)
+            shown = f"port {low}" if low == high else f"ports {low}-{high}"
+            why = (error.strerror or str(error)).lower()
+            if error.errno == errno.EADDRINUSE:
+                why = " by ".join(["in use", *(f"process {p} ({c})" for p, c in owners(low)[:1])])
+            raise CoordinatorError(f"cannot listen on {host}, {shown}: {why}") from None
+        inner = f"phalanx-{os.getpid()}-{os.urandom(8).hex()}"
+        server = grpc.aio.server(options=options(self.job.silence))
+        server.add_generic_rpc_handlers((self._handlers(),))
+        if self.security.tls:
+            server.add_secure_port(f"unix-abstract:{inner}", self._credentials())
+        else:
+            server.add_insecure_port(f"unix-abstract:{inner}")
+        await server.start()
+        self._server = server
+        self._door = doorman.Doorman(inner, tls=self.security.tls, stranger=self._turned_away)
+        self._sweeper = asyncio.create_task(self._sweep())
+        self.address = await self._door.start(listener)
+        return self.address
+
+    def _turned_away(self, kind: str, host: str) -> None:
+        self._count("garbage" if kind == "silent" else kind)
+        now = time.monotonic()
+        if kind != "torchrun" or now < self._scolded.get(host, 0.0):
+            return
+        self._scolded[host] = now + 60.0
+        self.line(
+            f"a stock torchrun on {host} tried to join and was refused: it speaks a protocol of "
+            "its own. Start that node with phalanx run too, or all of them with torchrun "
+            "--rdzv-backend phalanx"
         )
 
     async def stop(self, grace: float = 0.5) -> None:
         """Ends all streams and closes the listener."""
         if self.hub is not None:
             self.hub.stop("the coordinator leaves")
+        if self._door is not None:
+            self._door.close()
         server, self._server = self._server, None
         if self._sweeper is not None:
             self._sweeper.cancel()

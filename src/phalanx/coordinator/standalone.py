@@ -120,6 +120,7 @@ class Standalone:
         self.server = Server(
             Job(run_id, 0, silence, separate=True), f"coordinator-{os.getpid()}", security
         )
+        self.server.line = line
         self.server.on_hello = self._hello
         self.server.on_cut_off = self._cut_off
 
