@@ -9,7 +9,7 @@ MINUTES ?= 10
 SEED ?= 1
 
 .PHONY: demo test test-libraries test-repeat lint types conformance bench multi-node slurm proof chaos \
-	recovery-tour compat bench-training bench-controller bench-rendezvous generated clean
+	recovery-tour compat bench-recovery bench-training bench-controller bench-rendezvous generated clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -55,7 +55,7 @@ multi-node: $(STAMP)  ## three hosts in network namespaces: killed, cut off, sto
 slurm: $(STAMP)  ## examples/slurm on a real Slurm of three nodes, one of them killed (as root)
 	$(PY) bench/slurm.py
 
-proof: $(STAMP)  ## faults at every place of a step, against the run without one, bit for bit
+proof: $(STAMP) $(LIBRARIES)/.made  ## faults at every place of a step, against the run without one, bit for bit
 	$(PY) bench/proof.py
 
 chaos: $(STAMP)  ## random faults at random moments; MINUTES and SEED; the seed makes them again
@@ -66,6 +66,17 @@ recovery-tour: $(STAMP)  ## every strategy of the recovery protocol and every fa
 
 compat: $(STAMP)  ## doubles of the original server and clients against ours, and a fuzz
 	$(PY) -m compat
+
+$(PEERS)/.made: Makefile
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
+	-$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchft-nightly
+	-$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check opentelemetry-sdk \
+		opentelemetry-exporter-otlp nvidia-resiliency-ext
+	touch $@
+
+bench-recovery: $(STAMP) $(PEERS)/.made  ## SIGKILL to the first good step, ours and the peers'
+	unset PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED; $(PY) bench/bench_recovery.py
 
 bench-training: $(STAMP)  ## what a session costs, and a recovery in place
 	$(PY) bench/bench_training.py

@@ -192,6 +192,25 @@ def table(
     print(f"written: bench/results/{out.name}")
 
 
+def free_ports(count: int) -> int:
+    """The first of ``count`` neighbouring ports on which nobody listens now."""
+    import socket
+
+    for first in range(20000 + os.getpid() * 41 % 9000, 32000, count):
+        opened = []
+        try:
+            for port in range(first, first + count):
+                opened.append(socket.socket())
+                opened[-1].bind(("127.0.0.1", port))
+            return first
+        except OSError:
+            continue
+        finally:
+            for one in opened:
+                one.close()
+    raise RuntimeError(f"no {count} free ports side by side")
+
+
 def tree(pid: int) -> list[int]:
     """``pid`` and all its descendants."""
     found = [pid]

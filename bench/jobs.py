@@ -7,6 +7,7 @@ own, so what it leaves behind can be told from what others do on the machine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -119,7 +120,8 @@ def watch(command: list[str], env: dict[str, str], folder: Path, token: str, lim
     seconds = time.monotonic() - began
     left = [] if status is None else _left(token, folder, shared)
     for pid in _processes(token):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return Ended(status, seconds, folder, out.read_text(errors="replace"), _events(folder), left)
 
 

@@ -1,15 +1,16 @@
 """Does training go on as if nothing had happened? A table.
 
-Each row runs a small training job on 4 real worker processes with a fault at one place, and
-compares with the same job without a fault, bit for bit: the loss of every step on every rank,
-the gradients of every step, the final weights and buffers. The model's modules run in another
-order than they are defined in, it has batch norm and dropout, and its data is shuffled and
-augmented with random numbers.
+Each row runs a small training job on 4 workers under ``phalanx run`` with a fault at one place,
+and compares with the same job without a fault, bit for bit: the loss of every step on every rank,
+the gradients of every step (that of the first common step among them), the final weights and
+buffers; and nothing may be left behind. The model's modules run in another order than they are
+defined in, it has batch norm and dropout, and its data is shuffled and augmented with random
+numbers.
 
-    python bench/proof.py [--only TEXT] [--out bench/results/proof.json]
+    python bench/proof.py [--only TEXT] [--jobs 2] [--out bench/results/proof.json]
 
-The workers are started by the small agent of tests/training (the messages are those of
-docs/training.md). Exit status 1 if any row differs.
+Lightning and Hugging Face need their libraries (``make .venv-libraries/.made``); without, their
+rows are left out and it says so. Exit status 1 if any row differs.
 """
 
 from __future__ import annotations
@@ -17,25 +18,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "training"))
+import jobs
 
-import small_agent  # noqa: E402
-
-from phalanx.recovery.ladder import Policy, Strategy  # noqa: E402
-
+ROOT = jobs.HERE.parent
+LIBRARIES = ROOT / ".venv-libraries" / "bin" / "python"
 WORLD = 4
 STEP = 4
+RETRY, IN_PLACE, RESTART = "retry", "recover-in-place", "restart"
 DDP = {"model": "ddp"}
 BUCKETS = {"model": "ddp", "cap": 0.001}
 HYBRID = {"model": "hybrid"}
@@ -44,13 +43,14 @@ FULL = {"model": "fsdp"}
 
 @dataclass(frozen=True)
 class Row:
+    """``like``: what is different in the undisturbed run (None: left out of it)."""
+
     model: str
     what: str
     spec: dict[str, Any]
     faults: tuple[dict[str, Any], ...]
-    strategy: str = Strategy.IN_PLACE.value
-    drive: Callable[[Any], None] | None = None
-    policy: Policy | None = None
+    strategy: str = IN_PLACE
+    words: tuple[str, ...] = ()
     like: dict[str, Any] = field(default_factory=dict)
 
 
@@ -58,21 +58,11 @@ def kill(rank: int, where: str, **more: Any) -> dict[str, Any]:
     return {"rank": rank, "step": STEP, "where": where, "kind": "kill", **more}
 
 
-def stopped(rank: int) -> Callable[[Any], None]:
-    """The rank is stopped, not dead: the order to kill it comes from outside."""
-
-    def drive(agent: Any) -> None:
-        agent.run_until((agent.folder / f"fault-{rank}-0").exists)
-        os.kill(agent.workers[rank].pid, signal.SIGKILL)
-
-    return drive
-
-
 def rows() -> Iterator[Row]:
     places = ["data", "forward", "mid-backward", "backward", "before-update", "update"]
     places += ["after-update", "between"]
     for name, spec in (("DDP", DDP), ("DDP, several buckets", BUCKETS), ("FSDP2 2x2", HYBRID)):
-        for rank in (0, 2):
+        for rank in (2,) if spec is BUCKETS else (0, 2):
             for where in places:
                 yield Row(name, f"SIGKILL, {where}, rank {rank}", spec, (kill(rank, where),))
         yield Row(
@@ -90,14 +80,14 @@ def rows() -> Iterator[Row]:
                 f"{kind} error, backward, rank 1",
                 spec,
                 ({"rank": 1, "step": STEP, "where": "backward", "kind": kind},),
-                Strategy.RETRY.value,
+                RETRY,
             )
         yield Row(
             name,
             "SIGSTOP, backward, rank 3",
             spec,
             ({"rank": 3, "step": STEP, "where": "backward", "kind": "stop"},),
-            drive=stopped(3),
+            words=("--hang-timeout", "step=3"),
         )
         yield Row(
             name,
@@ -135,7 +125,7 @@ def rows() -> Iterator[Row]:
                     kill(2, "mid-backward"),
                     {"rank": rank, "step": 0, "where": where, "kind": "kill", "incarnation": life},
                 ),
-                (Strategy.RESTART if gone else Strategy.IN_PLACE).value,
+                RESTART if gone else IN_PLACE,
             )
         yield Row(
             name,
@@ -161,118 +151,134 @@ def rows() -> Iterator[Row]:
         "SIGKILL, no replica, nothing kept",
         FULL,
         (kill(3, "backward"),),
-        Strategy.RESTART.value,
+        RESTART,
+    )
+    yield Row(
+        "DDP",
+        "endless forward, rank 1 (no signal stops it)",
+        DDP,
+        ({"rank": 1, "step": STEP, "where": "forward", "kind": "sleep", "seconds": 600},),
+        words=("--hang-timeout", "step=3"),
     )
     for name, spec in (("DDP", DDP), ("FSDP2 2x2", HYBRID)):
         yield Row(
             name,
-            "SIGKILL, restart from the checkpoint",
+            "SIGKILL of all 4, from the checkpoint",
             {**spec, "checkpoint": 2},
-            (kill(1, "backward"),),
-            Strategy.RESTART.value,
-            policy=Policy(enabled=frozenset({Strategy.RESTART})),
+            tuple(kill(rank, "backward") for rank in range(WORLD)),
+            RESTART,
             like={"checkpoint": None},
         )
 
 
-def outcome(folder: Path) -> tuple[dict[int, dict[int, Any]], dict[int, str]]:
-    traces: dict[int, dict[int, Any]] = {}
-    weights: dict[int, str] = {}
-    for rank in range(WORLD):
-        lines = (folder / f"trace-{rank}.jsonl").read_text().splitlines()
-        traces[rank] = {}
-        for line in map(json.loads, lines):
-            traces[rank].setdefault(line["step"], []).append((line["loss"], line["grads"]))
-        weights[rank] = json.loads((folder / f"end-{rank}").read_text())["weights"]
-    return traces, weights
+class Bench:
+    """Runs rows; several at once, and each kind of undisturbed run only once."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, threading.Lock] = {}
+        self._calm = jobs.Undisturbed(WORLD)
+
+    def calm(self, spec: dict[str, Any]) -> jobs.Outcome:
+        lock = self._locks.setdefault(json.dumps(spec, sort_keys=True), threading.Lock())
+        with lock:
+            return self._calm.get(spec)
+
+    def run(self, row: Row) -> dict[str, Any]:
+        expected = self.calm({k: v for k, v in {**row.spec, **row.like}.items() if v is not None})
+        result: dict[str, Any] = {"model": row.model, "fault": row.what}
+        faults = [dict(fault) for fault in row.faults]
+        ended = jobs.run({**row.spec, "faults": faults}, WORLD, words=row.words)
+        result["left"] = ended.left
+        result["strategies"] = taken = ended.strategies
+        result["as_expected"] = taken[-1:] == [row.strategy] and not ended.left
+        try:
+            if ended.status != 0:
+                raise OSError(f"exit status {ended.status}")
+            result |= jobs.Outcome.of(ended.folder, WORLD).like(expected)
+        except OSError as error:
+            result["error"] = f"{error}\n{ended.text[-4000:]}"
+            return result
+        result["seconds"] = ended.after_fault()
+        reports = ended.reports()
+        result["lost_steps"] = max((r["lost_steps"] for r in reports), default=None)
+        result["origin"] = sorted({r["origin"] for r in reports})
+        ended.tidy()
+        return result
 
 
-def same(mine: Any, other: Any) -> dict[str, bool]:
-    traces, weights = mine
-    losses = gradients = True
-    for rank, steps in other[0].items():
-        for step, done in steps.items():
-            for loss, grads in traces[rank].get(step, []):
-                losses &= loss == done[0][0]
-                gradients &= grads == done[0][1]
-    return {"losses": losses, "gradients": gradients, "weights": weights == other[1]}
+def library(name: str) -> dict[str, Any]:
+    """SIGKILL of rank 1 in a library's own loop: final weights as without."""
+    weights, taken, seconds = [], [], None
+    for fault in ("", "kill:1:8"):
+        folder = Path(tempfile.mkdtemp(prefix="phalanx-job-"))
+        env = jobs.environment(folder, "")
+        env |= {"TEST_OUT": str(folder), "FAULT": fault, "HF_HUB_OFFLINE": "1"}
+        command = [str(LIBRARIES), "-m", "phalanx", "run", "--nproc-per-node", "2"]
+        command += ["--events", str(folder / "events.jsonl"), "--log-dir", str(folder / "logs")]
+        command += [str(ROOT / "tests" / "libraries" / f"programs_{name}.py")]
+        ended = jobs.watch(command, env, folder, "", 300)
+        taken = ended.strategies
+        again = [event["data"]["seconds"] for event in ended.of("recovered")]
+        seconds = round(again[-1], 4) if again else None
+        weights.append([(folder / f"end-{rank}").read_text() for rank in (0, 1)])
+        ended.tidy()
+    return {
+        "model": name,
+        "fault": "SIGKILL, step 8, rank 1",
+        "weights": weights[0] == weights[1],
+        "strategies": taken,
+        "as_expected": taken == [IN_PLACE if name == "accelerate" else RESTART],
+        "seconds": seconds,
+    }
 
 
-def run(nursery: Any, row: Row | None, spec: dict[str, Any]) -> tuple[Any, Path]:
-    folder = Path(tempfile.mkdtemp(prefix="phalanx-proof-"))
-    faults = [] if row is None else [dict(fault) for fault in row.faults]
-    policy = None if row is None else row.policy
-    agent = small_agent.Agent(nursery, WORLD, {**spec, "faults": faults}, folder, policy=policy)
-    try:
-        agent.start()
-        if row is not None and row.drive is not None:
-            row.drive(agent)
-        agent.run(120)
-    finally:
-        agent.close()
-    return agent, folder
+def line(result: dict[str, Any]) -> str:
+    words = [
+        {True: "same", False: "DIFF", None: "-"}[result.get(part)]
+        for part in ("losses", "gradients", "weights")
+    ]
+    return (
+        f"{result['model']:22} {result['fault']:46} {' '.join(result['strategies']):26} "
+        f"{words[0]:4} {words[1]:4} {words[2]:7} {result.get('lost_steps')!s:>5}  "
+        f"{result.get('seconds')!s:>7}"
+        + ("" if result["as_expected"] else f"  NOT AS EXPECTED {result.get('left') or ''}")
+        + (f"  {result['error']}" if "error" in result else "")
+    )
+
+
+def good(result: dict[str, Any]) -> bool:
+    parts = [result.get(part) for part in ("losses", "gradients", "weights")]
+    return bool(parts[2]) and False not in parts and result["as_expected"]
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--only", default="", help="rows whose name has this text")
+    options.add_argument("--jobs", type=int, default=2, help="so many at once")
     options.add_argument("--out", default=str(ROOT / "bench" / "results" / "proof.json"))
     options = options.parse_args()
-    nursery = small_agent.Nursery()
-    undisturbed: dict[str, Any] = {}
     results: list[dict[str, Any]] = []
     print(f"{'model':22} {'fault':46} {'strategy':26} loss grad weights  lost  seconds")
-    for row in rows():
-        if options.only not in f"{row.model} {row.what}":
+    chosen = [row for row in rows() if options.only in f"{row.model} {row.what}"]
+    bench = Bench()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for result in pool.map(bench.run, chosen):
+            results.append(result)
+            print(line(result), flush=True)
+    for name in ("accelerate", "lightning", "huggingface"):
+        if options.only not in f"{name} SIGKILL, step 8, rank 1":
             continue
-        spec = {k: v for k, v in {**row.spec, **row.like}.items() if v is not None}
-        key = json.dumps(spec, sort_keys=True)
-        if key not in undisturbed:
-            _, folder = run(nursery, None, spec)
-            undisturbed[key] = outcome(folder)
-            shutil.rmtree(folder)
-        result: dict[str, Any] = {"model": row.model, "fault": row.what}
-        try:
-            agent, folder = run(nursery, row, row.spec)
-        except TimeoutError as error:
-            result["error"] = str(error)[:4000]
-            print(f"{row.model:22} {row.what:46} DID NOT END")
-        else:
-            taken = [decision.strategy.value for decision in agent.decisions]
-            result |= same(outcome(folder), undisturbed[key])
-            result["strategies"] = taken
-            result["as_expected"] = bool(taken) and taken[-1] == row.strategy
-            marks = [float(p.read_text()) for p in folder.glob("fault-*")]
-            last = max(agent.good_at, default=None)
-            result["seconds"] = round(agent.good_at[last] - min(marks), 4) if last else None
-            reports = agent.reports(last) if last else {}
-            result["lost_steps"] = max((r["lost_steps"] for r in reports.values()), default=None)
-            result["origin"] = sorted({r["origin"] for r in reports.values()})
-            shutil.rmtree(folder)
-            words = [
-                "same" if result[part] else "DIFF" for part in ("losses", "gradients", "weights")
-            ]
-            print(
-                f"{row.model:22} {row.what:46} {' '.join(taken):26} {words[0]:4} {words[1]:4} "
-                f"{words[2]:7} {result['lost_steps']!s:>5}  {result['seconds']!s:>7}"
-                + ("" if result["as_expected"] else f"  expected {row.strategy}"),
-                flush=True,
-            )
-        results.append(result)
-    nursery.close()
-    good = sum(
-        bool(r.get("losses") and r.get("gradients") and r.get("weights") and r["as_expected"])
-        for r in results
-    )
-    print(f"\n{good} of {len(results)} rows as an undisturbed run")
+        if not LIBRARIES.exists():
+            print(f"{name:22} left out: not installed (make .venv-libraries/.made)")
+            continue
+        results.append(library(name))
+        print(line(results[-1]), flush=True)
+    count = sum(map(good, results))
+    print(f"\n{count} of {len(results)} rows as an undisturbed run")
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text(
-        json.dumps(
-            {"when": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(), "rows": results},
-            indent=1,
-        )
-    )
-    return 0 if good == len(results) else 1
+    body = {"when": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(), "rows": results}
+    Path(options.out).write_text(json.dumps(body, indent=1))
+    return 0 if count == len(results) else 1
 
 
 if __name__ == "__main__":

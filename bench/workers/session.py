@@ -10,6 +10,12 @@ from pathlib import Path
 
 import programs
 
+# What a step imports late: workers are forked from a process that has it.
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.optim  # noqa: F401
+
 
 def life(folder: Path, rank: str) -> int:
     number = 0
