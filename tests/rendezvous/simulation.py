@@ -431,8 +431,8 @@ class Agent:
             return
         promised = [a.id for a, p in found if isinstance(p, election.Promise) and p.granted]
         dead = [a.id for a, p in found if p == "dead"]
-        if not self.was_certain or self.coordinator not in dead:
-            dead = []
+        ended = self.coordinator if self.was_certain and self.coordinator in dead else ""
+        dead = [n for n in dead if n != self.coordinator or ended]
         for _, answer in found:
             if isinstance(answer, election.Promise) and not answer.granted:
                 if answer.verdict is not None:
@@ -444,7 +444,7 @@ class Agent:
                     self._again()
                     return
         overtaken = self.ballot.term > term or self.ballot.promised != self.id
-        if overtaken or not election.won(roster, self.id, promised, dead, "wait"):
+        if overtaken or not election.won(roster, self.id, promised, "wait", ended):
             self._again()
             return
         self.sim.counts["elections"] += 1

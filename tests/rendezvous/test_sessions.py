@@ -284,7 +284,8 @@ def test_the_old_coordinators_node_is_replaced_by_a_spare_in_place() -> None:
     c = running()
     del c.agents["a"]
     roster = c.agents["b"].of(Roster)[-1]
-    c.state = job.State.recall(2, c.now, c.options, frozenset({"a"}), roster=roster)
+    lost = frozenset({"a"})
+    c.state = job.State.recall(2, c.now, c.options, lost, lost, roster)
     come_back(c, "c")
     come_back(c, "b")
     assert c.ranks == {"c": (0, 1), "b": (2, 3)}

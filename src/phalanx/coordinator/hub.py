@@ -155,15 +155,16 @@ class Hub:
             self.gone[chair.node] = saying.reason or "left"
         self.feed(model.Said(chair.node, saying))
 
-    def rises(self, chair: Chair, how: str) -> None:
-        """The connection has ended; ``how`` is a clause. Nothing happens for an old one."""
+    def rises(self, chair: Chair, how: str, *, silent: bool = False) -> None:
+        """The connection has ended; ``how`` is a clause. Nothing happens for an old one.
+        ``silent``: it may live beyond a cut."""
         if self.chairs.get(chair.node) is not chair:
             return
         del self.chairs[chair.node]
         if not self.chairs:
             self.empty.set()
         self.gone.setdefault(chair.node, how)
-        self.feed(model.Lost(chair.node, how))
+        self.feed(model.Lost(chair.node, how, certain=not silent))
 
     def sweep(self, silence: float) -> None:
         """Those that gave no sign of life for so many seconds are lost."""
@@ -171,7 +172,7 @@ class Hub:
         for chair in [c for c in self.chairs.values() if c.heard < before]:
             how = f"it gave no sign of life for {silence:g} s"
             self.counts["silent"] += 1
-            self.rises(chair, how)
+            self.rises(chair, how, silent=True)
             chair.dismiss(how)
 
     def all_quiet(self, silence: float) -> bool:

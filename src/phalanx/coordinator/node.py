@@ -104,6 +104,7 @@ class CoordinatorNode:
         self._separate = plan.separate  # the coordinator is no agent
         self._lost_at = ""  # the endpoint of the one that was lost
         self._look_again = 0.0  # when it is next worth a try
+        self._saw_end = False  # the last coordinator's connection closed
         self._was_there = False  # there has been a coordinator
         self._connection: link.Connection | None = None
         self._joined = False
@@ -221,6 +222,7 @@ class CoordinatorNode:
                 self._inbox.put(telling)
         except link.LinkEnded as error:
             how = str(error)
+            self._saw_end = not error.silent
             self._lost_at, self._server.moved = self._target, ""
             self._look_again = time.monotonic() + (_SILENT if error.silent else 0.0)
         finally:
@@ -404,7 +406,7 @@ class CoordinatorNode:
                 self.plan.run_id, term, self.node.id, self._server.address, self._ballot.generation
             )
             result = await self._takeover.attempt(
-                roster, own, self._promise_myself, lost=self._coordinator
+                roster, own, self._promise_myself, lost=self._coordinator, seen=self._saw_end
             )
         else:
             result = await self._takeover.follow(roster, self.node.id, lost=self._coordinator)

@@ -51,10 +51,13 @@ class Takeover:
         own: election.Ask,
         promise: Callable[[election.Ask], bool],
         lost: str,
+        *,
+        seen: bool = True,
     ) -> Result:
         """One round: those who come first are looked for; if none lives, promises are asked for.
 
-        ``promise(own)`` is this agent's own vote, ``lost`` the coordinator's node.
+        ``promise(own)`` is this agent's own vote, ``lost`` the coordinator's node; ``seen``: the
+        connection to it closed, and was not silent.
         """
         ahead = await self._ahead(roster, own.candidate, lost)
         if ahead is not None:
@@ -64,6 +67,11 @@ class Takeover:
         promised: set[str] = set()
         dead: set[str] = set()
         best = Result(term=0)
+
+        def won(on_split: str) -> bool:
+            ended = lost if seen and lost in dead else ""
+            return election.won(roster, own.candidate, promised, on_split, ended)
+
         asked = {
             asyncio.create_task(self._one(node, endpoint, own)): node
             for node, endpoint in election.voters(roster, own.candidate)
@@ -72,11 +80,7 @@ class Takeover:
             pending: set[Any] = set(asked)
             # Whoever says that the coordinator lives is believed: it may only not know better yet,
             # and is asked again soon.
-            while (
-                pending
-                and not best.endpoint
-                and not election.won(roster, own.candidate, promised, dead, "wait")
-            ):
+            while pending and not best.endpoint and not won("wait"):
                 done, pending = await asyncio.wait(
                     pending, return_when=asyncio.FIRST_COMPLETED, timeout=2 * self._timeout
                 )
@@ -100,8 +104,9 @@ class Takeover:
             for task in asked:
                 task.cancel()
         alive = bool(best.endpoint)
-        if not alive and election.won(roster, own.candidate, promised, dead, self._on_split):
-            return Result(won=True, term=own.term, dead=frozenset(dead))
+        if not alive and won(self._on_split):
+            gone = dead if seen else dead - {lost}
+            return Result(won=True, term=own.term, dead=frozenset(gone))
         return best
 
     async def follow(self, roster: model.Roster, me: str, lost: str) -> Result:

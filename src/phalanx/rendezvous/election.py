@@ -1,9 +1,9 @@
 """Who coordinates next, when the coordinator is lost. Pure.
 
-Agents stand in the order of the roster; the first of them that lives asks the members of the last
-generation for the next term. A member promises each term once, and none while it still
-hears a coordinator. A majority of the members, those that are dead for certain left out, makes
-it coordinator; so of two halves of a job at most one has one.
+Agents stand in the order of the roster; the first of them that lives asks the members of the
+last generation for the next term. A member promises each term once, and none while it still
+hears a coordinator. A majority of the members makes it coordinator, where a coordinator whose
+end was seen does not count as one; so of two halves of a job at most one has one.
 """
 
 from __future__ import annotations
@@ -127,19 +127,16 @@ def voters(roster: Roster, me: str) -> tuple[tuple[str, str], ...]:
     return tuple((n, e) for n, e in roster.nodes[: roster.members] if n != me)
 
 
-def won(
-    roster: Roster, me: str, promises: Iterable[str], dead: Iterable[str], on_split: str
-) -> bool:
-    """Whether these promises make ``me`` the coordinator.
+def won(roster: Roster, me: str, promises: Iterable[str], on_split: str, ended: str = "") -> bool:
+    """Whether these promises make ``me`` the coordinator: those of a majority of the members.
 
-    ``dead``: members whose agent has certainly ended (their machine answers that nobody
-    listens), for one who was connected to the last coordinator until that one ended. Whoever lost
-    it in another way must name none: they may have known of a later generation, with which
-    others go on. Of two members one may go on alone with ``on_split`` "continue": if both sides of
-    a split were started so, both do.
+    ``ended``: the last coordinator, if it ended for certain while this agent was connected to it;
+    it is left out of the count, since it had promised nobody anything. Other members that are
+    dead are not: they may have promised their term to another before. Of two members one may go
+    on alone with ``on_split`` "continue": if both sides of a split were started so, both do.
     """
     members = {node for node, _ in roster.nodes[: roster.members]}
-    living = members - set(dead)
+    living = members - {ended}
     agreed = ({me} | set(promises)) & living
     if 2 * len(agreed) > len(living) or not living:
         return True

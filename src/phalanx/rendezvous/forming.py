@@ -148,7 +148,7 @@ def _gather(turn: Turn) -> None:
         elif out_of_time:
             finish(turn, Verdict(False, NO_RENDEZVOUS, _no_majority(turn)))
         return
-    if state.unsure and state.fence_until is not None:
+    if state.unsure - state.dead and state.fence_until is not None:
         return
     chosen = choose(turn, spares=state.generation > 0 or out_of_time)
     seats = ranks.seats([p.node for p in chosen], state.seats)

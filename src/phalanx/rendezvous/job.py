@@ -79,7 +79,12 @@ def _tick(turn: Turn) -> None:
         return
     phase = turn.state.phase
     if phase is Phase.RECALL:
-        _recalled(turn)
+        if turn.state.spares_by is not None and turn.now >= turn.state.spares_by:
+            turn.set(spares_by=None)
+        if turn.state.recall_by is None or turn.now >= turn.state.recall_by:
+            _recalled(turn)
+        else:
+            _recall(turn)
         return
     if release(turn) and phase is Phase.RUNNING:
         grow(turn)
@@ -166,6 +171,7 @@ def _peer(turn: Turn, what: Join) -> Peer:
     node = what.node.id
     if node in turn.state.unsure or node in turn.state.gone:
         turn.set(unsure=turn.state.unsure - {node}, gone=turn.state.gone - {node})
+        turn.set(dead=turn.state.dead - {node})
     return peer
 
 

@@ -27,6 +27,11 @@ def complete(state: State) -> bool:
     voters = _voters(state.roster)
     if not all(node in state.peers or node in away for node in voters):
         return False
+    if voters & away and state.spares_by is not None:
+        # one of those that wait may take the empty seat
+        spares = [n for n, _ in state.roster.nodes[state.roster.members :] if n not in away]
+        if not all(node in state.peers for node in spares):
+            return False
     return newest is None or known + len(voters & away) >= newest.groups
 
 
@@ -56,7 +61,7 @@ def rebuild(turn: Turn) -> list[str]:
     """
     state = turn.state
     newest = _newest(state)
-    turn.set(recall_by=None, heard=(), gone=frozenset(), roster=None)
+    turn.set(recall_by=None, spares_by=None, heard=(), gone=frozenset(), roster=None)
     if newest is None:
         _remember(turn, state)
         return []

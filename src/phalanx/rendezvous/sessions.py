@@ -132,7 +132,7 @@ def substitute(turn: Turn, seat: Seat) -> Peer | None:
     if state.machine is None or state.machine.over is not None or not turn.options.in_place:
         return None
     fenced = state.fence_until is not None and turn.now < state.fence_until
-    if state.unsure and (fenced or not state.has_quorum(turn.options)):
+    if not state.has_quorum(turn.options) or (fenced and state.unsure - state.dead):
         return None
     place = state.places[seat.node]
     fitting = (

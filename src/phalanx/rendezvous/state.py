@@ -25,6 +25,9 @@ from phalanx.rendezvous.model import (
     Verdict,
 )
 
+SPARES = 1.0
+"""Seconds for which a new coordinator waits for a spare when a seat is empty."""
+
 CANDIDATES = 32
 """How many nodes are told the whole roster; the others are told these only, so that the bytes
 of a generation grow with the number of nodes and not with its square."""
@@ -97,6 +100,7 @@ class State:
     # not yet a majority knows of a later one.
     electorates: tuple[Electorate, ...] = ()
     knows: Mapping[str, int] = field(default_factory=dict)  # the newest generation a node knows of
+    dead: frozenset[str] = frozenset()  # of the unsure: ended for certain, votes uncertain
     unsure: frozenset[str] = frozenset()  # of them, those that are lost and may live beyond a cut
     fence_until: float | None = None  # until then a member that is lost may use a word to commit
     done: frozenset[str] = frozenset()  # nodes whose workers have all ended well
@@ -116,6 +120,7 @@ class State:
     offer_by: float | None = None  # for a store
     start_at: float | None = None  # the back-off after a fault
     recall_by: float | None = None
+    spares_by: float | None = None  # until then also for those that wait
     gone: frozenset[str] = frozenset()  # in RECALL: members that will not come
     roster: Roster | None = None  # in RECALL: the last coordinator's
     heard: tuple[tuple[str, Saying], ...] = ()  # in RECALL: what was said and is yet to be taken
@@ -144,7 +149,8 @@ class State:
     ) -> State:
         """After a takeover: the members of the last generation are waited for; what runs is
         what they say. Not waited for are those ``gone`` (their agents have ended for certain)
-        and those ``absent`` (who do not answer, like the last coordinator's node). ``roster``:
+        and those ``absent`` (the last coordinator's node, which does not answer; if it is also
+        ``gone``, its end was seen). ``roster``:
         the last that is known.
         """
         return State(
@@ -154,8 +160,10 @@ class State:
             recall_by=now + options.recall,
             fence_until=now + options.commit_within,
             roster=roster,
-            gone=gone,
-            unsure=absent - gone,
+            gone=gone & absent,
+            dead=gone - absent,
+            unsure=(absent | gone) - (gone & absent),
+            spares_by=now + SPARES,
         )
 
     @property
@@ -199,13 +207,13 @@ def next_deadline(state: State) -> float | None:
     let_in = [r.until for r in state.records.values() if r.until is not None]
     machine = None if state.machine is None else ep.next_deadline(state.machine)
     due: tuple[float | None, ...] = {
-        Phase.RECALL: (state.recall_by,),
+        Phase.RECALL: (state.recall_by, state.spares_by),
         Phase.GATHERING: (
             state.gather_by,
             state.call_by,
             state.offer_by,
             state.start_at,
-            state.fence_until if state.unsure and state.phase is Phase.GATHERING else None,
+            state.fence_until if state.unsure - state.dead else None,
             *let_in,
         ),
         Phase.STOPPING: (state.stop_by, state.judge_by),
@@ -259,7 +267,8 @@ class Turn:
         if state is not self.state:
             voters = frozenset[str]().union(*(e.nodes for e in state.electorates))
             knows = {} if len(state.electorates) == 1 else state.knows
-            self.state = replace(state, unsure=state.unsure & voters, knows=knows)
+            unsure = state.unsure & voters
+            self.state = replace(state, unsure=unsure, dead=state.dead & unsure, knows=knows)
 
     def _own_peers(self) -> dict[str, Peer]:
         if self._peers is None or self._peers is not self.state.peers:
