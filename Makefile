@@ -67,7 +67,7 @@ recovery-tour: $(STAMP)  ## every strategy of the recovery protocol and every fa
 compat: $(STAMP)  ## doubles of the original server and clients against ours, and a fuzz
 	$(PY) -m compat
 
-$(PEERS)/.made: Makefile
+$(PEERS)/.made:
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
 	-$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchft-nightly

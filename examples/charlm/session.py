@@ -1,6 +1,7 @@
 """The same training as train.py, with ``phalanx.training``: a dead rank is replaced in place.
 
-Compare with train.py: the loop is the same, the checkpoint code is gone.
+Compare with train.py: the loop is the same, the checkpoint code is gone. ``--shard`` shards the
+model with FSDP2 on a hybrid mesh, two replicas of it, in place of DDP; nothing else changes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,21 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from train import CharModel, Corpus, arguments, fault
 
 from phalanx import training
+
+
+def hybrid(bare: CharModel, world: int) -> CharModel:
+    """Each half of the ranks holds the model once, in shards."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    for block in bare.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(bare, mesh=mesh)
 
 
 def main() -> None:
@@ -29,7 +41,9 @@ def main() -> None:
         bare = CharModel(
             corpus.vocabulary, options.context, options.width, options.layers, options.heads
         )
-        model = DistributedDataParallel(bare)
+        model: nn.Module = (
+            hybrid(bare, job.world) if options.shard else DistributedDataParallel(bare)
+        )
         optim = torch.optim.AdamW(bare.parameters(), lr=options.lr)
         job.protect(model=model, optim=optim)
 

@@ -132,6 +132,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out/charlm"), help="folder of results")
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--print-every", type=int, default=20)
+    parser.add_argument("--shard", action="store_true", help="FSDP2 in place of DDP (session.py)")
     parser.add_argument("--fault", choices=["kill", "raise", "exit", "hang"])
     parser.add_argument("--fault-rank", type=int, default=2)
     parser.add_argument("--fault-step", type=int, default=90)
@@ -140,6 +141,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    if options.shard:
+        raise SystemExit("--shard is for session.py: this one saves whole models")
     options.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
