@@ -347,8 +347,11 @@ class Agent:
             return
         waited = time.monotonic() - self._pending_since
         kinds = {fault.kind for fault in self._pending}
-        if kinds <= {ladder.Kind.PEER, ladder.Kind.REGROUP} and waited < 1.0:
-            return
+        if kinds <= {ladder.Kind.PEER, ladder.Kind.REGROUP}:
+            # an echo: whose fault it is will tell, or be found dead, however slow the machine
+            silent = {w.rank for w in self.living()} - {fault.rank for fault in self._pending}
+            if waited < (5.0 if silent else 1.0):
+                return
         if ladder.Kind.BUG in kinds or ladder.Kind.MEMORY in kinds:
             doomed = {
                 f.rank for f in self._pending if f.kind in (ladder.Kind.BUG, ladder.Kind.MEMORY)
