@@ -136,6 +136,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     def start(
         options: str, source: str, env: dict[str, str] | None = None, args: list[str] | None = None
     ) -> Job:
+        if not {"--no-warm", "--preload"} & set(options.split()):
+            options = f"--preload colorsys {options}"  # else a script so small starts fresh
         script = tmp_path / "script.py"
         script.write_text(HEAD + textwrap.dedent(source))
         jobs.append(Job(tmp_path, [*options.split(), str(script), *(args or [])], env))

@@ -32,17 +32,9 @@ def _run_job(config: JobConfig) -> int:
 
     from phalanx.process.supervisor import Supervisor
 
-    plan = None
-    if config.starts_warm:
-        from phalanx.process.preload import plan_for
-        from phalanx.process.scan import scan
-
-        named = [m for m in config.preload if m != "auto"]
-        plan = plan_for(scan(config.program), named, "auto" in config.preload)
     supervisor = Supervisor(
         job=config.run_id,
         python=config.python[:1],
-        plan=plan,
         env={**os.environ, **config.environment},
     )
     try:
@@ -54,6 +46,18 @@ def _run_job(config: JobConfig) -> int:
 
         print(f"phalanx: {config.python[0]} cannot be started: {error}", file=sys.stderr)
         return exit_codes.NOT_FOUND
+    if config.starts_warm:
+        from phalanx.process.preload import plan_for
+        from phalanx.process.scan import scan
+
+        named = [m for m in config.preload if m != "auto"]
+        plan = plan_for(scan(config.program), named, "auto" in config.preload)
+        if plan.modules:
+            supervisor.preload(plan)
+        else:  # a fork of a process that has imported nothing saves nothing
+            from dataclasses import replace
+
+            config = replace(config, warm=False)
     if config.nodes is not None:
         from phalanx.agent import many_main
 

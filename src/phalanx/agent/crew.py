@@ -119,10 +119,8 @@ class Crew:
         self._marks: dict[int, Mark] = {}  # by worker id
         self._hangs = HangWatch(config.hang_limits) if config.hang_limits else None
         self.stop_asked: Callable[[], bool] = lambda: False  # a start under way ends early
-        # signals for the program that came before it can have said what it does with them
-        self._late: list[tuple[WorkerProcess, int]] = []
-        self._starting = False
-        self._for_next: list[int] = []  # those for who is being started, or will be next
+        # signals for the program, and the ids of the workers that have got them
+        self._passing: list[tuple[int, set[int]]] = []
         self._looking = False  # stacks are being saved by another thread
         self._found: deque[Mapping[WorkerProcess, str]] = deque()  # what it has looked into
         # set by whoever can have all ranks leave their step: (one of them, why) -> whether they are
@@ -178,7 +176,6 @@ class Crew:
             _forget(path)
             envs[local_rank].setdefault("TORCHELASTIC_ERROR_FILE", path)
         self._all, self.hung, self.workers, self._marks = [], {}, {}, {}
-        self._late = []
 
     def start(self) -> list[WorkerProcess]:
         """Start a process for every local rank, all or none; fewer only when ``stop_asked``.
@@ -187,7 +184,6 @@ class Crew:
         """
         started = self._launch(range(len(self.ranks)), {})
         self.workers = {w.local_rank: w for w in started}
-        self._pass_on_next(started)
         self.events.record(
             "workers_started",
             pids={w.local_rank: w.pid for w in started},
@@ -212,7 +208,6 @@ class Crew:
             raise SupervisorError("the job is being stopped")
         (worker,) = started
         self.workers[local_rank] = worker
-        self._pass_on_next(started)
         self._hand_over(worker)
         self.events.record(
             "worker_replaced", local_rank=local_rank, pid=worker.pid, warm=worker.warm
@@ -242,12 +237,10 @@ class Crew:
                         warm=self.config.starts_warm and not self._differs(env),
                     )
                 )
-            self._starting = True
             started = self.supervisor.start(orders, START_SECONDS, self.stop_asked)
         except (OSError, ValueError) as error:
             raise _cannot_start(error) from error
         finally:
-            self._starting = False
             for fd in opened:
                 os.close(fd)
         # a page keeps a descriptor open for as long as its worker is remembered
@@ -435,7 +428,7 @@ class Crew:
 
     def due(self) -> float | None:
         """When the next ``tick`` has something to do, in seconds of ``pause.now``."""
-        soon = pause.now() + LATE_TICK if self._late else None
+        soon = pause.now() + LATE_TICK if self._passing else None
         return min((t for t in (soon, self._prepare_at) if t is not None), default=None)
 
     def tick(self, now: float) -> None:
@@ -447,7 +440,9 @@ class Crew:
                     self.supervisor.prepare(self.config.nproc)
                 except SupervisorError:
                     return  # the keeper is lost: the next wait tells
-        self._send_late()
+        for one in list(self._passing):  # a signal handler may add to it
+            if self._passed(*one):
+                self._passing.remove(one)
         # Who is looked into by another process stands still meanwhile, so one hang at a time.
         if self._hangs is not None and not self._looking:
             hung = self._hangs.look(self.workers.values(), now)
@@ -626,36 +621,29 @@ class Crew:
         self._kept.clear()
 
     def pass_on(self, number: int) -> None:
-        """A signal for the program: to every worker alone, in a start under way too.
+        """A signal for the program: to every worker alone, those of a start under way too.
 
-        For a signal handler. One that would end a program that has only just begun, and has
-        had no time to say what it does with it, waits for that (``PATIENCE``).
+        For a signal handler; the next ``tick`` does it. One that would end a program that has
+        only just begun, and has had no time to say what it does with it, waits for that
+        (``PATIENCE``).
         """
-        living = [w for w in list(self.workers.values()) if w.alive]
-        self._late += [(w, number) for w in living]
-        if self._starting or not living:
-            self._for_next.append(number)
+        self._passing.append((number, set()))
         self.supervisor.wake()
 
-    def _pass_on_next(self, started: Iterable[WorkerProcess]) -> None:
-        """What came before they were known to ``pass_on``."""
-        numbers, self._for_next = self._for_next, []
-        self._late += [(w, number) for number in numbers for w in started]
-
-    def _send_late(self) -> None:
-        late, self._late = self._late, []
-        for worker, number in late:
-            if not worker.alive:
-                continue
+    def _passed(self, number: int, got: set[int]) -> bool:
+        """Pass it on to who has not got it yet; whether all have."""
+        living = [w for w in self.workers.values() if w.alive]
+        for worker in living:
             young = time.monotonic_ns() - worker.started_ns < PATIENCE * 1e9
-            if young and not tree.expects(worker.pid, number):
-                self._late.append((worker, number))
+            if worker.id in got or (young and not tree.expects(worker.pid, number)):
                 continue
+            got.add(worker.id)
             try:
                 # not worker.signal(): that would count as a stop of ours
                 syscalls.pidfd_send_signal(worker.pidfd, number)
             except OSError:
                 pass
+        return bool(living) and got >= {w.id for w in living}
 
     def pause(self) -> None:
         """Stop the workers, with all that they have started, and this process; go on with

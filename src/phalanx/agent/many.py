@@ -26,6 +26,7 @@ from phalanx.coordinator import net
 from phalanx.coordinator.words import Alone, Reached
 from phalanx.elastic.agent.server import worker_env
 from phalanx.elastic.rendezvous.api import RendezvousError
+from phalanx.process import pause
 from phalanx.process.supervisor import (
     KeeperLost,
     KeeperReady,
@@ -79,7 +80,8 @@ class NodeAgent:
         )
         self.crew = Crew(config, supervisor, console, events, health)
         self.story = Story(config, console, events)
-        self.hands = Hands(self.crew, self.signals.interruptible)
+        self.crew.stop_asked = self.signals.asked
+        self.hands = Hands(self.crew, self.signals.checked)
         self.status: int | None = None  # once it is known
         self.assignment: m.Assignment | None = None  # whose workers run here
         self._fence = (0, 0)  # the highest term and generation seen
@@ -117,15 +119,16 @@ class NodeAgent:
         return self.status
 
     def _patience(self) -> float:
-        now = time.monotonic()
-        due = [self.crew.due(), self._draining[1] if self._draining else None]
-        waits = [max(0.0, t - now) for t in due if t is not None]
+        crew, draining = self.crew.due(), self._draining
+        waits = [] if crew is None else [max(0.0, crew - pause.now())]
+        if draining is not None:
+            waits.append(max(0.0, draining[1] - time.monotonic()))
         return min([self.config.monitor_interval, *waits])
 
     def _tick(self) -> None:
         now = time.monotonic()
         self.health.tick()
-        self.crew.tick(now)
+        self.crew.tick(pause.now())
         if self.story.restart is not None and self.crew.workers:
             pages = [w.page.read() for w in self.crew.workers.values()]
             self.story.see_restarted(pages, now)
@@ -416,7 +419,7 @@ class NodeAgent:
             self.crew.begin(a.seat.ranks, envs, generation=a.generation, attempt=a.attempt)
             self._open_store(a, beside=False)
             if a.fresh is None:
-                with self.signals.interruptible():
+                with self.signals.checked():
                     started = self.crew.start()
                 if self.story.restart is not None:
                     self.story.restarted()

@@ -323,6 +323,12 @@ class Supervisor:
             self._shut()
             raise
 
+    def preload(self, plan: PreloadPlan) -> None:
+        """Have the keeper import what ``plan`` names: for one that was not known at `open`."""
+        self._need_keeper()
+        self._plan = plan
+        self._order({"op": "plan", "plan": plan.to_json()})
+
     def _spawn(self) -> None:
         ours, theirs = wire.pair()
         try:
