@@ -1,5 +1,6 @@
 """A program with a session: its losses depend on steps and ranks alone, so that two runs can be
-compared. ``python session.py STEPS [PAUSE]``, seconds between two steps."""
+compared. ``python session.py STEPS [PAUSE]``, seconds between two steps. At step 10 it waits for
+as long as there is a file ``hold``."""
 
 import json
 import os
@@ -43,4 +44,6 @@ with training.session(backend="gloo") as job:
             *(HOST, time.monotonic(), loss.item()),
         )
         time.sleep(PAUSE)
+        while int(step) == 10 and (OUT / "hold").exists():
+            time.sleep(0.01)
     say("end", job.rank, os.getpid(), json.dumps(losses).replace(" ", ""))

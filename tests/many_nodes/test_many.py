@@ -11,6 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.process
 
+SESSION = Path(__file__).parent / "session.py"
 CONF = "--rdzv-conf last_call_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
 JOB = f"--rdzv-id job --shutdown-timeout 5 {CONF}"
 
@@ -173,3 +174,35 @@ def test_torchruns_static_command_line_and_ranks(cluster, program) -> None:
     assert "--node-rank 1" in same.err
     made.finish()
     assert [host.wait(), other.wait()] == [0, 0]
+
+
+@pytest.mark.torch
+def test_a_spare_takes_the_ranks_and_the_survivors_keep_their_processes(cluster) -> None:
+    made = cluster(3)
+    words = f"--nnodes 2 --spares 1 {JOB}"
+    (made.folder / "hold").touch()
+    agents = [made.start(n, words, SESSION, ["40"]) for n in range(3)]
+    made.until(lambda: sum(s.step == 10 for s in made.steps()) == 2)
+    before = {s.rank: s for s in made.steps()}
+    seated = {s.host for s in before.values()}
+    (spare,) = (a for a in agents if a.host.name not in seated)
+    made.until(lambda: "waiting: this" in spare.err or "waiting: all" in spare.err)
+    lost = next(n for n, a in enumerate(agents) if a.host.name == before[1].host)
+    made.hosts[lost].kill()
+    (made.folder / "hold").unlink()
+    assert [a.wait() for n, a in enumerate(agents) if n != lost] == [0, 0]
+    steps = made.steps()
+    assert {s.attempt for s in steps} == {0}
+    assert {s.pid for s in steps if s.rank == 0} == {before[0].pid}
+    assert {s.host for s in steps if s.rank == 1} == {before[1].host, spare.host.name}
+    losses: dict[tuple[int, int], set[str]] = {}
+    for s in steps:
+        losses.setdefault((s.rank, s.step), set()).add(s.loss)
+    assert set(losses) == {(rank, step) for rank in (0, 1) for step in range(40)}
+    # a run of the same program that lost nobody
+    (made.folder / "said").rename(made.folder / "said.disturbed")
+    calm = made.start(0, "--nproc-per-node 2", SESSION, ["40", "0"])
+    assert calm.wait() == 0
+    assert len(made.steps()) == 80
+    for s in made.steps():
+        assert losses[s.rank, s.step] == {s.loss}

@@ -87,12 +87,17 @@ class NodeAgent:
         self._fence = (0, 0)  # the highest term and generation seen
         self._speaks = False  # some worker said hello: the program can be recovered in place
         self._reported = 0  # the generation whose end was told
+        self._in_loop: set[int] = set()  # ranks here that said hello, and are done
+        self._finished: set[int] = set()
+        self._failed: m.Failed | None = None
         self._draining: tuple[int, float] | None = None  # generation, until when
         self._told_at = 0.0
         self._told_step: int | None = None
         self._keeper_lost = False
         self._began_stop: float | None = None
         self._isolated = False
+        self._ready = not config.starts_warm  # the keeper has imported what the program imports
+        self._reached: Reached | None = None  # to be answered with a Join once it has
 
     # ------------------------------------------------------------------ the loop
 
@@ -195,9 +200,11 @@ class NodeAgent:
             self._on_died(happening.worker)
         elif isinstance(happening, KeeperReady):
             self.story.keeper_ready(happening.report)
+            self._be_ready()
         elif isinstance(happening, KeeperLost):
             self._keeper_lost = True
             self.crew.store = None
+            self._be_ready()
             self.events.record("keeper_lost", reason=happening.reason)
             self._fail(happening.reason)
         elif isinstance(happening, StoreLost):
@@ -213,17 +220,27 @@ class NodeAgent:
         rank = self.crew.ranks[worker.local_rank]
         if worker.returncode == 0:
             if self._speaks and self._draining is None:
+                self._finished.add(rank)
                 self._event(rank, "finished", {})
             return
-        end = self.crew.end_of(worker, light=self._speaks)
+        end = self.crew.end_of(worker)
         words = report.describe(end)
         if self._began_stop is None and worker.dead_ns is not None:
             self._began_stop = worker.dead_ns / 1e9
         if self._speaks:
             self.console.warn(words)
             hung = worker.id in self.crew.hung
-            facts = {"how": report.how(end), "step": end.step, "hung": hung}
-            self._event(rank, "died", facts)
+            self._event(
+                rank,
+                "died",
+                {
+                    "how": report.how(end),
+                    "step": end.step,
+                    "hung": hung,
+                    "returncode": end.returncode,
+                    "end": _facts_of(end),
+                },
+            )
         else:
             self._fail(words, end)
 
@@ -234,6 +251,10 @@ class NodeAgent:
         event = event_of(rank, message, self.crew.generation)
         if event is not None:
             self._speaks = True
+            if message.type == "hello":
+                self._in_loop.add(rank)
+            elif message.type == "finished":
+                self._finished.add(rank)
             facts = dataclasses.asdict(event)
             del facts["rank"]
             self._event(rank, _KINDS[type(event).__name__], facts)
@@ -266,19 +287,16 @@ class NodeAgent:
             self.console.quote(report.evidence(end))
             if end.log_file:
                 self.console.say(f"its stderr: {end.log_file}")
-            facts = dataclasses.asdict(end)
-            facts["stderr_tail"] = tuple(end.stderr_tail)[-EVIDENCE:]
-            facts["traceback"] = end.traceback[-8000:]
-        self.bond.say(
-            m.Failed(
-                a.generation,
-                end.rank if end is not None else None,
-                reason,
-                end.returncode if end is not None else status,
-                facts,
-                retryable,
-            )
+            facts = _facts_of(end)
+        self._failed = m.Failed(
+            a.generation,
+            end.rank if end is not None else None,
+            reason,
+            end.returncode if end is not None else status,
+            facts,
+            retryable,
         )
+        self.bond.say(self._failed)
 
     # ------------------------------------------------------------------ what the coordinator tells
 
@@ -286,6 +304,7 @@ class NodeAgent:
         if isinstance(telling, Reached):
             self._join_job(telling)
         elif isinstance(telling, Alone):
+            self._reached = None
             self.events.record("coordinator_lost", how=telling.how)
             if self.assignment is not None:
                 self.console.warn(f"the coordinator is lost ({telling.how}); the workers run on")
@@ -316,8 +335,18 @@ class NodeAgent:
         elif isinstance(telling, m.Over):
             self._over(telling.verdict)
 
+    def _be_ready(self) -> None:
+        self._ready = True
+        reached, self._reached = self._reached, None
+        if reached is not None:
+            self._join_job(reached)
+
     def _join_job(self, reached: Reached) -> None:
         self.me = reached.node
+        if not self._ready:
+            # a newcomer makes all others start again: not before it can start at once itself
+            self._reached = reached
+            return
         self.events.record("coordinator", term=reached.term, at=reached.coordinator)
         try:
             if self.offers is None:
@@ -330,14 +359,30 @@ class NodeAgent:
         except RendezvousError as error:
             self.console.warn(str(error))
             offer = ""  # somebody else serves the stores
-        self.bond.say(m.Join(self.me, self.nodes.epoch, self.assignment, offer))
+        self.bond.say(m.Join(self.me, self.nodes.epoch, self.assignment, offer, self._share()))
+
+    def _share(self) -> m.Share | None:
+        """What has become of the workers here."""
+        a = self.assignment
+        if a is None:
+            return None
+        workers = self.crew.workers.values()
+        return m.Share(
+            in_loop=tuple(sorted(self._in_loop - self._finished)),
+            finished=tuple(sorted(self._finished)),
+            dead=tuple(
+                sorted(self.crew.ranks[w.local_rank] for w in workers if w.returncode and w.gone)
+            ),
+            done=self._failed is None and self._reported >= a.generation,
+            failed=self._failed,
+        )
 
     def _passes(self, a: m.Assignment) -> bool:
         """Whether this is newer than all that was told before."""
-        if (a.term, a.generation) <= self._fence or a.generation <= self._fence[1]:
+        if (a.term, a.generation) <= self._fence:
             self.events.record("stale_command", term=a.term, told_generation=a.generation)
             return False
-        self._fence = (max(a.term, self._fence[0]), a.generation)
+        self._fence = (a.term, a.generation)
         return True
 
     def _environment(self, a: m.Assignment, local_rank: int) -> dict[str, str]:
@@ -445,7 +490,7 @@ class NodeAgent:
     def _regroup(self, telling: m.Regroup) -> None:
         """In place: the survivors leave, replacements start, all join."""
         a, old = telling.assignment, self.assignment
-        if old is None or self._draining is not None:
+        if old is None or a.generation <= old.generation or self._draining is not None:
             return
         fresh = set(a.fresh or ())
         self.assignment = a
@@ -459,6 +504,7 @@ class NodeAgent:
             self._open_store(a, beside=True)
             for local_rank in sorted(fresh):
                 rank = a.seat.ranks[local_rank]
+                self._in_loop.discard(rank)
                 self.hands.replace(rank, a.generation, self._environment(a, local_rank))
         except (CannotStart, SupervisorError) as error:
             self._fail(str(error))
@@ -561,6 +607,7 @@ class NodeAgent:
         self._draining = None
         self._began_stop = None
         self._told_step = None
+        self._in_loop, self._finished, self._failed = set(), set(), None
         self.crew.workers = {}
         self.crew.close_store()
 
@@ -660,6 +707,14 @@ class NodeAgent:
             "coordinator": dict(self.bond.facts()),
             "workers": self.crew.facts(),
         }
+
+
+def _facts_of(end: report.WorkerEnd) -> dict[str, Any]:
+    """A worker's end, as far as it travels."""
+    facts = dataclasses.asdict(end)
+    facts["stderr_tail"] = tuple(end.stderr_tail)[-EVIDENCE:]
+    facts["traceback"] = end.traceback[-8000:]
+    return facts
 
 
 _KINDS = {

@@ -51,6 +51,7 @@ def bond_of(
         last_call=nodes.last_call,
         rejoin=nodes.rejoin,
         max_restarts=max_restarts,
+        on_split=nodes.on_split,
         epoch=nodes.epoch,
     )
     plan = Plan(

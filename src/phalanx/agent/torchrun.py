@@ -61,7 +61,9 @@ class JoiningBond:
         node: m.Node = reached.node  # type: ignore[union-attr]
         if self._offers is None:
             self._offers = self._make_offers(node.address)
-        self._node.say(m.Join(node, self._epoch, self._held, self._offers.current()))
+        held = self._held
+        share = m.Share() if held is not None else None
+        self._node.say(m.Join(node, self._epoch, held, self._offers.current(), share))
 
     def offer(self) -> str:
         """Another listener for a store; its address."""
