@@ -187,14 +187,17 @@ def test_a_spare_takes_the_ranks_and_the_survivors_keep_their_processes(cluster)
     seated = {s.host for s in before.values()}
     (spare,) = (a for a in agents if a.host.name not in seated)
     made.until(lambda: "waiting: this" in spare.err or "waiting: all" in spare.err)
-    lost = next(n for n, a in enumerate(agents) if a.host.name == before[1].host)
+    # not the coordinator's host: that is another test
+    gone = next(rank for rank, s in before.items() if s.host != "host0")
+    stays = 1 - gone
+    lost = next(n for n, a in enumerate(agents) if a.host.name == before[gone].host)
     made.hosts[lost].kill()
     (made.folder / "hold").unlink()
     assert [a.wait() for n, a in enumerate(agents) if n != lost] == [0, 0]
     steps = made.steps()
     assert {s.attempt for s in steps} == {0}
-    assert {s.pid for s in steps if s.rank == 0} == {before[0].pid}
-    assert {s.host for s in steps if s.rank == 1} == {before[1].host, spare.host.name}
+    assert {s.pid for s in steps if s.rank == stays} == {before[stays].pid}
+    assert {s.host for s in steps if s.rank == gone} == {before[gone].host, spare.host.name}
     losses: dict[tuple[int, int], set[str]] = {}
     for s in steps:
         losses.setdefault((s.rank, s.step), set()).add(s.loss)
