@@ -250,3 +250,21 @@ def test_words_for_several_nodes(words: str, expected: dict[str, object]) -> Non
 def test_one_node_is_no_job_on_several() -> None:
     for words in ("", "--nnodes 1:1", "--nnodes 4 --standalone"):
         assert config_from(parse([*words.split(), "s.py"], {}), {}).nodes is None
+
+
+def test_exit_codes() -> None:
+    got = config_from(parse(["--no-retry-exit-codes", "3,64-66", "s.py"], {}), {})
+    assert (got.never_retried, got.always_retried) == ({3, 64, 65, 66}, frozenset())
+    for bad in ("", "x", "0", "256", "3-", "-3"):
+        with pytest.raises(UsageError, match="like 3,64-70"):
+            parse([f"--retry-exit-codes={bad}", "s.py"], {})
+
+
+def test_another_interpreter_than_the_active_environments_is_told(tmp_path) -> None:
+    from phalanx.cli.run import other_environment
+
+    active = {"VIRTUAL_ENV": str(tmp_path)}
+    assert other_environment(f"{tmp_path}/bin/python", active) is None
+    assert other_environment("/usr/bin/python3", {}) is None
+    said = other_environment("/usr/bin/python3", active)
+    assert said is not None and f"PYTHON_EXEC={tmp_path}/bin/python" in said

@@ -93,3 +93,13 @@ def test_a_job_without_progress_ends_whatever_the_budget(step: int) -> None:
         if not decide(policy, attempts).restart:
             break
     assert len(attempts) <= policy.stuck_limit + 1
+
+
+def test_exit_codes_that_the_user_has_judged() -> None:
+    policy = Policy(never=frozenset({3, 137}), always=frozenset({2}))
+    assert not decide(policy, [died(5, code=3)]).restart
+    verdict = decide(policy, [died(5, code=-9)])
+    assert not verdict.restart and "137" in verdict.reason
+    assert decide(policy, [died(code=2)]).restart
+    assert decide(policy, [died(code=4)]).restart
+    assert not decide(policy, [died(code=2)] * 4).restart  # the budget holds for all

@@ -94,6 +94,8 @@ class JobConfig:
     run_id: str = "none"
     role: str = "default"
     max_restarts: int = 3
+    never_retried: frozenset[int] = frozenset()
+    always_retried: frozenset[int] = frozenset()
     monitor_interval: float = 0.1
     shutdown_timeout: int = 30
     signals: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"

@@ -354,7 +354,12 @@ class JobAgent(SimpleElasticAgent):
             )
         )
         max_restarts = self._worker_group.spec.max_restarts
-        self.verdict = policy.decide(policy.Policy(max_restarts=max_restarts), self._attempts)
+        bounds = policy.Policy(
+            max_restarts=max_restarts,
+            never=self.config.never_retried,
+            always=self.config.always_retried,
+        )
+        self.verdict = policy.decide(bounds, self._attempts)
         if self.in_place.final and self.verdict.restart:
             self.verdict = policy.Verdict(False, reason=self.in_place.why or "")
         if self.in_place.ended is not None:

@@ -78,7 +78,8 @@ def how(end: WorkerEnd) -> str:
     if code is None:
         return "is still running"
     if code < 0:
-        return f"was killed by {signal_name(-code)}"
+        by_us = " sent by phalanx" if end.stopped else ""
+        return f"was killed by {signal_name(-code)}{by_us}"
     if end.exception and code != 0:
         first = end.exception.strip().splitlines()[0] if end.exception.strip() else "an exception"
         return f"raised {first[:300]}"

@@ -62,6 +62,19 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _codes(text: str) -> frozenset[int]:
+    """``3,64-66`` -> {3, 64, 65, 66}."""
+    codes: set[int] = set()
+    for part in filter(None, text.replace(" ", "").split(",")):
+        low, dash, high = part.partition("-")
+        if not low.isdigit() or (dash and not high.isdigit()):
+            raise ValueError("exit codes and ranges of them, like 3,64-70")
+        codes.update(range(int(low), int(high or low) + 1))
+    if not codes or min(codes) < 1 or max(codes) > 255:
+        raise ValueError("exit codes from 1 to 255, like 3,64-70")
+    return frozenset(codes)
+
+
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 OPTIONS: tuple[Option, ...] = (
@@ -80,6 +93,22 @@ OPTIONS: tuple[Option, ...] = (
         "N",
         "recovery",
         first=True,
+    ),
+    Option(
+        ("--no-retry-exit-codes",),
+        frozenset(),
+        "exit codes after which the job fails at once: 3,64-70 (128 + N for signal N)",
+        _codes,
+        "CODE,...",
+        "recovery",
+    ),
+    Option(
+        ("--retry-exit-codes",),
+        frozenset(),
+        "exit codes that are worth a restart though nothing was done yet (2, say)",
+        _codes,
+        "CODE,...",
+        "recovery",
     ),
     Option(
         ("-m", "--module"),
@@ -631,7 +660,7 @@ def wants_help(argv: Sequence[str]) -> str | None:
 def _line(option: Option) -> list[str]:
     name = ", ".join(option.names) + (f" {option.metavar}" if option.metavar else "")
     default = option.default
-    shown = option.take is not None and default not in (None, "", [], "0", "none")
+    shown = option.take is not None and default not in (None, "", [], "0", "none", frozenset())
     text = option.help + (f" (default {default})" if shown and "default" not in option.help else "")
     if option.choices:
         text += f" [{', '.join(option.choices)}]"

@@ -30,7 +30,24 @@ def main(argv: Sequence[str]) -> int:
         return USAGE_STATUS
     from phalanx.agent import run_job
 
+    is_python = config.program.script or config.program.module
+    if is_python and (doubt := other_environment(config.python[0], os.environ)):
+        print(f"phalanx: {doubt}", file=sys.stderr)
     return run_job(config)
+
+
+def other_environment(python: str, env: Mapping[str, str]) -> str | None:
+    """What to say when workers will not run in the virtual environment that is active."""
+    active = env.get("VIRTUAL_ENV")
+    if not active or not os.path.isdir(active) or not python:
+        return None
+    home = os.path.dirname(os.path.dirname(os.path.abspath(python)))
+    if os.path.realpath(home) == os.path.realpath(active):
+        return None
+    return (
+        f"workers run with {python}, which does not belong to the active environment {active}; "
+        f"for that one: PYTHON_EXEC={active}/bin/python"
+    )
 
 
 def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = None) -> JobConfig:
@@ -44,6 +61,8 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
     env = os.environ if environ is None else environ
     a = arguments
     nodes = nodes_from(a)
+    if nodes is not None and (a.no_retry_exit_codes or a.retry_exit_codes):
+        raise UsageError("--no-retry-exit-codes and --retry-exit-codes are for one node so far")
     nproc = worker_count(a.nproc_per_node)
     if a.max_restarts < 0:
         raise UsageError("--max-restarts is zero or more")
@@ -86,6 +105,8 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         else _run_id(),
         role=a.role,
         max_restarts=a.max_restarts,
+        never_retried=a.no_retry_exit_codes,
+        always_retried=a.retry_exit_codes,
         monitor_interval=a.monitor_interval,
         shutdown_timeout=grace,
         signals=a.signals_to_handle,

@@ -65,7 +65,8 @@ class Policy:
     step further than any before end the job, where progress is known. ``settled`` seconds
     count as "it had got going" where progress is unknown. Back-off in seconds: none for
     the first restart after progress, then ``backoff``, doubled each time up to
-    ``backoff_limit``.
+    ``backoff_limit``. A status of ``never`` (as a shell tells it: 137 for SIGKILL) is not
+    tried again; one of ``always`` is, even where it would not come right by itself.
     """
 
     max_restarts: int = 3
@@ -73,6 +74,8 @@ class Policy:
     settled: float = 30.0
     backoff: float = 1.0
     backoff_limit: float = 60.0
+    never: frozenset[int] = frozenset()
+    always: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,11 @@ def decide(policy: Policy, attempts: Sequence[Attempt]) -> Verdict:
     restarts = len(attempts) - 1
 
     moved = last.last_step is not None or last.lasted >= policy.settled
-    if not moved:
+    code = last.returncode
+    status = 128 - code if code is not None and code < 0 else code
+    if status in policy.never:
+        return Verdict(False, reason=f"exit code {status} is not retried (--no-retry-exit-codes)")
+    if not moved and status not in policy.always:
         if last.exception in NEVER_COMES_RIGHT:
             return Verdict(False, reason=f"{last.exception} before any progress is not retried")
         if last.returncode == 2:
