@@ -119,9 +119,10 @@ def c10d_server() -> None:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = cpu()
     print(store.port, flush=True)
     sys.stdin.readline()
-    print(json.dumps({"cpu": cpu()}), flush=True)
+    print(json.dumps({"cpu": cpu() - before}), flush=True)
     os._exit(0)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.coordinator import words
+from phalanx.health.metrics import render
 from phalanx.rendezvous import job
 from phalanx.rendezvous import model as m
 
@@ -174,3 +175,23 @@ def test_a_lower_term_steps_down(agents: Any, port: int, wait: Any) -> None:
     first.until(words.Alone)
     assert not first.node.is_coordinator
     assert any("term 5" in line for line in first.lines)
+
+
+def test_numbers(agents: Any, port: int) -> None:
+    pair = [
+        agents(n, f"127.0.0.1:{port}", Real(), options=options(2, 2), linger=0.1)
+        for n in ("a", "b")
+    ]
+    for agent in pair:
+        agent.until(m.Assign)
+    (leader,) = [a for a in pair if a.node.is_coordinator]
+    found = {(n.name, *n.labels.values()): n.value for n in leader.node.numbers()}
+    assert found["phalanx_coordinator_here",] == 1
+    assert found["phalanx_coordinator_connected",] == 2
+    assert found["phalanx_coordinator_events", "node_joined"] == 2
+    assert found["phalanx_coordinator_events", "generation"] == 1
+    assert found["phalanx_coordinator_seconds", "gathering"] > 0
+    assert leader.node._server.status()["phase"] == "running"
+    for agent in pair:
+        numbers = list(agent.node.numbers())
+        assert b"phalanx_coordinator_term" in render(numbers)

@@ -687,6 +687,7 @@ class NodeAgent:
             Metric("phalanx_attempt", a.attempt if a else 0, "Starts of the group, from 0"),
             Metric("phalanx_in_place", timeline.in_place, "Recoveries in place", "counter"),
             Metric("phalanx_recovering_seconds", timeline.recovering, "Spent so", "counter"),
+            *self.bond.numbers(),
         ]
 
     def facts(self) -> Mapping[str, Any]:

@@ -72,6 +72,7 @@ def bond_of(
         silence=nodes.silence,
         on_split=nodes.on_split,
         linger=nodes.close,
+        etcd=net.join(*nodes.endpoint) if nodes.backend == "etcd" else "",
     )
     return CoordinatorNode(plan, machine=job, fresh=job.State.fresh, line=line, record=record)
 

@@ -37,35 +37,24 @@ class EtcdJournal:
         ttl: int = 15,
         wait: float = 0.0,
         timeout: float = 2.0,
+        me: str = "",
     ) -> None:
         """``addresses`` is ``HOST:PORT[,HOST:PORT]``. When another controller owns the journal,
-        waits ``wait`` seconds (as a standby does) for it to let go.
+        waits ``wait`` seconds (as a standby does) for it to let go. ``me``: what the owner's key
+        says, "": host and process.
 
         Raises JournalError when it is still owned, or etcd does not answer.
         """
-        hosts = [a.strip() for a in addresses.split(",") if a.strip()]
-        if not hosts or any(":" not in h for h in hosts):
-            raise JournalError(f"--etcd must be HOST:PORT[,HOST:PORT], not {addresses!r}")
-        target = hosts[0] if len(hosts) == 1 else "ipv4:" + ",".join(hosts)
-        self._channel = grpc.insecure_channel(
-            target,
-            [("grpc.max_receive_message_length", 64 << 20), ("grpc.enable_http_proxy", 0)],
-        )
+        self._channel = _channel(addresses)
         self._prefix = prefix.rstrip("/").encode()
         self._owner = self._prefix + b"/owner"
-        self._me = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex}".encode()
+        self._me = (me or f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex}").encode()
         self._timeout = timeout
         self._closed = threading.Event()
         self._lost = threading.Event()
         self.on_lost: Callable[[], object] | None = None
         self._lease = 0
-        self._calls = {
-            name: (
-                self._channel.stream_stream if method.client_streams else self._channel.unary_unary
-            )(method.path, method.request.SerializeToString, method.response.FromString)
-            for service in pb.SERVICES.values()
-            for name, method in service.items()
-        }
+        self._calls = _calls(self._channel)
         try:
             self._acquire(ttl, wait)
         except grpc.RpcError as error:
@@ -200,6 +189,39 @@ class EtcdJournal:
             log.warning("etcd: the lease could not be given back: %s", error.code())
         self._thread.join(self._timeout + 1)
         self._channel.close()
+
+
+def _channel(addresses: str) -> Any:
+    hosts = [a.strip() for a in addresses.split(",") if a.strip()]
+    if not hosts or any(":" not in h for h in hosts):
+        raise JournalError(f"--etcd must be HOST:PORT[,HOST:PORT], not {addresses!r}")
+    return grpc.insecure_channel(
+        hosts[0] if len(hosts) == 1 else "ipv4:" + ",".join(hosts),
+        [("grpc.max_receive_message_length", 64 << 20), ("grpc.enable_http_proxy", 0)],
+    )
+
+
+def _calls(channel: Any) -> dict[str, Any]:
+    return {
+        name: (channel.stream_stream if method.client_streams else channel.unary_unary)(
+            method.path, method.request.SerializeToString, method.response.FromString
+        )
+        for service in pb.SERVICES.values()
+        for name, method in service.items()
+    }
+
+
+def owner(addresses: str, prefix: str, timeout: float = 2.0) -> str:
+    """What the owner's key under ``prefix`` says now; "": nobody owns it. Raises JournalError."""
+    channel = _channel(addresses)
+    try:
+        key = prefix.rstrip("/").encode() + b"/owner"
+        kvs = _calls(channel)["Range"](pb.RangeRequest(key=key), timeout=timeout).kvs
+        return str(kvs[0].value.decode("utf-8", "replace")) if kvs else ""
+    except grpc.RpcError as error:
+        raise JournalError(f"etcd at {addresses}: {error.code().name}: {error.details()}") from None
+    finally:
+        channel.close()
 
 
 def _op(key: bytes, value: str | None) -> Any:

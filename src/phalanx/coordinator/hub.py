@@ -126,6 +126,9 @@ class Hub:
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         self._notes: list[dict[str, Any]] = []
+        self.phases: dict[str, float] = {}  # seconds in each, those that have ended
+        self._phase = getattr(state, "phase", None)
+        self._phase_since = clock()
         self._arm()
 
     # --- connections ------------------------------------------------------------------------
@@ -202,6 +205,7 @@ class Hub:
             self.counts["errors"] += 1
             log.exception("dropped %s", type(event).__name__)
             return
+        self._see_phase(now, getattr(state, "phase", None))
         self.state = state
         if self._commit is not None and not self._committed(effects):
             return
@@ -211,6 +215,18 @@ class Hub:
             else:
                 self._note(effect)
         self._arm()
+
+    def _see_phase(self, now: float, phase: Any) -> None:
+        """How long each phase of the machine lasts, for the events and the metrics."""
+        if phase is self._phase:
+            return
+        if self._phase is not None:
+            seconds = now - self._phase_since
+            name = str(self._phase.value)
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+            data = {"phase": name, "seconds": round(seconds, 4), "next": str(phase.value)}
+            self._note(model.Note("coordinator_phase", data))
+        self._phase, self._phase_since = phase, now
 
     def _committed(self, effects: Sequence[model.Effect]) -> bool:
         """Whether what the effects tell of is where it lasts."""
@@ -258,6 +274,7 @@ class Hub:
         self.attempt = max(self.attempt, assignment.attempt)
 
     def _note(self, note: model.Note) -> None:
+        self.counts[f"note {note.kind}"] += 1
         self._notes.append({"kind": note.kind, **note.data})
         del self._notes[:-50]
         if self._record is not None:
@@ -344,5 +361,8 @@ class Hub:
             ),
             "nodes": nodes,
             "counts": dict(self.counts),
+            "phase": None if self._phase is None else str(self._phase.value),
+            "phase_seconds": round(now - self._phase_since, 3),
+            "phases": {name: round(seconds, 3) for name, seconds in self.phases.items()},
             "notes": self._notes[-10:],
         }

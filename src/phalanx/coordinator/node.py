@@ -18,11 +18,13 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.coordinator import link, net, takeover, wire, words
-from phalanx.coordinator.hub import Hub, Machine
+from phalanx.controller.journal import JournalError
+from phalanx.coordinator import link, net, office, takeover, wire, words
+from phalanx.coordinator.hub import Facts, Hub, Machine
 from phalanx.coordinator.loop import Inbox, LoopThread, acquire, release
 from phalanx.coordinator.security import OPEN, Security
 from phalanx.coordinator.server import CoordinatorError, Job, Server
+from phalanx.health.source import Metric
 from phalanx.rendezvous import election, model
 from phalanx.rendezvous.state import State
 
@@ -44,6 +46,7 @@ class Plan:
     own listener may be. ``silence``: no sign of life for so long is a loss. ``reach``: how long a
     lost coordinator is looked for before another is elected. ``separate``: the coordinator
     is a process of its own (``phalanx coordinator``), and no agent ever takes its place.
+    ``etcd`` ("host:port[,host:port]"): who coordinates is agreed there, ``endpoint`` is not used.
     """
 
     run_id: str
@@ -60,6 +63,7 @@ class Plan:
     on_split: str = "wait"
     separate: bool = False
     linger: float = 30.0
+    etcd: str = ""
 
 
 class CoordinatorNode:
@@ -100,6 +104,7 @@ class CoordinatorNode:
         self._ballot = election.Ballot(plan.run_id)
         self._roster: model.Roster | None = None
         self._takeover = takeover.Takeover(plan.run_id, plan.security, plan.on_split)
+        self._office = office.Office(plan.etcd, plan.run_id, plan.silence) if plan.etcd else None
         self._heralds: set[asyncio.Task[None]] = set()
         self._separate = plan.separate  # the coordinator is no agent
         self._lost_at = ""  # the endpoint of the one that was lost
@@ -158,6 +163,33 @@ class CoordinatorNode:
             "alone_seconds": None if alone is None else round(time.monotonic() - alone, 3),
             "refused": dict(self._server.refused),
         }
+
+    def numbers(self) -> list[Metric]:
+        """For ``/metrics``. From any thread."""
+        hub, alone = self._server.hub, self._alone
+        out = [
+            Metric("phalanx_coordinator_here", float(hub is not None), "1 if this agent is it"),
+            Metric("phalanx_coordinator_term", self._term, "The highest seen"),
+            Metric("phalanx_coordinator_alone", float(alone is not None), "1 if none is heard"),
+        ]
+
+        def count(name: str, what: str, label: str, counts: Mapping[str, float]) -> None:
+            for key, value in sorted(dict(counts).items()):
+                out.append(Metric(name, value, what, "counter", {label: key}))
+
+        count("phalanx_coordinator_refused", "What did not fit", "why", self._server.refused)
+        if hub is not None:
+            out.append(
+                Metric("phalanx_coordinator_connected", len(hub.chairs), "Agents with a stream")
+            )
+            notes = {
+                key.removeprefix("note "): value
+                for key, value in hub.counts.copy().items()
+                if key.startswith("note ")
+            }
+            count("phalanx_coordinator_events", "As in the events record", "kind", notes)
+            count("phalanx_coordinator_seconds", "Time in each phase", "phase", hub.phases)
+        return out
 
     def close(self, goodbye: str = "", hurry: Callable[[], bool] = lambda: False) -> None:
         """Say Leave and go. A coordinator whose job is over first waits until all other agents
@@ -271,6 +303,9 @@ class CoordinatorNode:
                     "resolved: give one that `ip address` shows"
                 )
             self.node = dataclasses.replace(self.node, address=own)
+        if self._office is not None:
+            await self._meet_in_etcd(plan.etcd)
+            return
         if plan.is_host is False or plan.separate:
             return
         own = await loop.run_in_executor(None, net.own_address, host)
@@ -298,13 +333,78 @@ class CoordinatorNode:
                 "agents the same --token-file (or PHALANX_TOKEN)"
             )
 
-    def _open_hub(self, state: Any, term: int) -> None:
+    def _open_hub(
+        self, state: Any, term: int, commit: Callable[[Facts], object] | None = None
+    ) -> None:
         """Be the coordinator, in this term."""
         self._term = self._server.term = term
         self._server.hub = Hub(
-            self._machine, state, self.plan.options, term=term, record=self._record
+            self._machine,
+            state,
+            self.plan.options,
+            term=term,
+            record=self._record,
+            commit=commit,
+            on_failed=self._resign,
         )
         self._aim(self._server.address)
+
+    # --- by etcd --------------------------------------------------------------------------------
+
+    async def _meet_in_etcd(self, etcd: str) -> None:
+        """Listen at the address from which etcd is reached. Raises CoordinatorError."""
+        waiting = _Waiting(self._line, self.plan.options.join)
+        self._target = ""
+        while True:
+            try:
+                reached = await net.reach(etcd.split(",")[0], 2.0, self.node.address)
+                break
+            except net.Unreachable as error:
+                waiting.say(f"etcd at {etcd}", str(error))
+                if waiting.over():
+                    raise CoordinatorError(
+                        f"etcd at {etcd} cannot be reached ({error}): is it running, and is "
+                        "--rdzv-endpoint right?"
+                    ) from None
+            await asyncio.sleep(0.5)
+        await self._listen(self.node.address or reached.ours)
+        self._named(reached.ours, self._server.address)
+        self._warn(reached.ours)
+
+    async def _ask_etcd(self) -> str:
+        """Find out who coordinates, or be it; "", or why there is nobody yet."""
+        assert self._office is not None
+        loop = asyncio.get_running_loop()
+        try:
+            holder = await self._office.holder()
+            if holder and holder != self._server.address:
+                self._aim(holder)
+                return ""
+            facts = await self._office.take(
+                self._server.address, lambda: loop.call_soon_threadsafe(self._resign, "")
+            )
+        except JournalError as error:
+            return str(error)
+        self._line(f"this agent coordinates the job now (term {facts.term})")
+        if self._record is not None:
+            self._record("coordinator_elected", {"term": facts.term, "dead": []})
+        self._open_hub(self._fresh(facts.term), facts.term, self._office.commit)
+        assert self._server.hub is not None
+        self._server.hub.facts = facts
+        return ""
+
+    def _resign(self, why: str) -> None:
+        """The lease in etcd is lost, or what is agreed cannot be written."""
+        hub = self._server.hub
+        if hub is None:
+            return
+        self._line(f"this agent coordinates the job no more: {why or 'its lease in etcd is lost'}")
+        self._server.hub = None
+        self._server.moved = ""
+        hub.stop("the coordinator has lost its lease")
+        if self._office is not None:
+            # In a thread: etcd may not answer.
+            asyncio.get_running_loop().run_in_executor(None, self._office.leave)
 
     def _higher(self, term: int) -> None:
         """Somebody has been elected after us: step down."""
@@ -334,6 +434,8 @@ class CoordinatorNode:
             reason = "nobody coordinates the job yet"
             if self._ballot.verdict is not None:
                 await asyncio.get_running_loop().create_future()  # the agent goes by itself
+            if self._office is not None and self._server.hub is None:
+                reason = await self._ask_etcd() or reason
             if self._server.hub is not None:
                 return link.Seat(self._server.hub, self.node.id, self.node.address)
             if self._worth_a_try(self._target):
@@ -348,8 +450,13 @@ class CoordinatorNode:
             if await self._elect():
                 pause = 0.05
                 continue
-            waiting.say(self._target, reason)
+            waiting.say(self._target or f"etcd at {plan.etcd}", reason)
             if waiting.over():
+                if self._office is not None:
+                    raise CoordinatorError(
+                        f"no coordinator was found by etcd at {plan.etcd} within "
+                        f"{plan.options.join:.0f} s ({reason})"
+                    )
                 raise CoordinatorError(
                     f"there was no coordinator at {self._target} within {plan.options.join:.0f} s "
                     f"({reason}): is the agent that owns --rdzv-endpoint running, and is the "
@@ -357,13 +464,13 @@ class CoordinatorNode:
                 )
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))  # a back-off
             pause = min(pause * 1.6, 0.3 if self._was_there else 1.0)
-            if self._target != plan.endpoint and random.random() < 0.2:
+            if not self._office and self._target != plan.endpoint and random.random() < 0.2:
                 self._target = plan.endpoint  # the first one may be back
 
     def _worth_a_try(self, endpoint: str) -> bool:
         """Whether somebody might coordinate there. Not we ourselves; and whoever was silent when
         it was lost would keep us waiting, while others are to be asked."""
-        if endpoint == self._server.address:
+        if endpoint in ("", self._server.address):
             return False
         if endpoint == self._lost_at and self._roster is not None and not self._separate:
             return time.monotonic() >= self._look_again
@@ -398,7 +505,7 @@ class CoordinatorNode:
     async def _elect(self) -> bool:
         """Whether there is a coordinator to be tried now: another, or this agent."""
         roster = self._roster
-        if not self._was_there or self._separate or roster is None:
+        if not self._was_there or self._separate or self._office or roster is None:
             return False
         term = self._term + 1
         if election.stands(roster, self.node.id):
@@ -507,6 +614,8 @@ class CoordinatorNode:
         if hub is not None and hub.verdict is not None:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
                 await asyncio.wait_for(hub.empty.wait(), self.plan.linger)
+        if self._office is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._office.leave)
 
 
 class _Waiting:
