@@ -33,6 +33,8 @@ _NOT_OURS = ("torchinductor_", "pymp-")
 
 def pytest_configure(config: pytest.Config) -> None:
     _default_signals()
+    # Children exec at once; what gRPC does upon a fork can end them before they get there.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     real = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     if _is_worker(config):  # of pytest-xdist
         folder = Path(os.environ[MARK], config.workerinput["workerid"])  # type: ignore[attr-defined]

@@ -64,11 +64,6 @@ def follow(message):
 """
 
 
-def _default_signals() -> None:
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-
-
 class Job:
     """One ``phalanx run``. Its workers write lines into ``folder`` with ``say``."""
 
@@ -91,8 +86,6 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
-            # whoever runs the tests may ignore signals (nohup, a shell's background)
-            preexec_fn=_default_signals,
         )
         self.pid = self.process.pid
         self.out = self.err = ""
@@ -119,7 +112,9 @@ class Job:
             assert time.monotonic() < end, f"not so within {limit} s"
             if self.process.poll() is not None:
                 value = true()
-                assert value, "the job ended first"
+                assert value, (
+                    f"the job ended first: {self.process.returncode}\n{self.process.communicate()}"
+                )
                 return value
             select.select([], [], [], 0.01)
         return value
