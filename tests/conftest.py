@@ -16,7 +16,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# The same examples in each run, however slow the machine; other ones, and more, on request.
+_SLOW = os.environ.get("PHALANX_SLOW_TESTS") == "1"
+hypothesis.settings.register_profile(
+    "phalanx",
+    deadline=None,
+    derandomize=not _SLOW,
+    max_examples=1000 if _SLOW else 100,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("phalanx")
 
 MARK = "TESTED_BY"
 """In the environment of all that the tests start; its value is this run's folder."""
