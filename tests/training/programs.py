@@ -128,6 +128,19 @@ class Faults:
             raise MemoryError("out of memory")
 
 
+def resources() -> dict[str, int]:
+    """What this process holds: memory of its own in kB, descriptors, threads."""
+    own = 0
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith(("Private_Dirty:", "Private_Clean:")):
+            own += int(line.split()[1])
+    return {
+        "own": own,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
 def digest(tensors: Any) -> str:
     total = hashlib.sha256()
     for tensor in tensors:
@@ -229,6 +242,8 @@ def program_train(spec: dict[str, Any]) -> None:
                     time.sleep(spec["pause"])
             if step.done:
                 line = {"step": int(step), "loss": loss.item().hex(), "grads": grads}
+                if spec.get("resources"):
+                    line |= resources()
                 with (folder / f"trace-{job.rank}.jsonl").open("a") as trace:
                     trace.write(json.dumps(line) + "\n")
             faults.at("between", int(step) + 1 if step.done else int(step))
