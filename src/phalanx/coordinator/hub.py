@@ -7,7 +7,9 @@ On one asyncio loop, never from another thread. Knows nothing of the network: a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +73,16 @@ def facts_of(before: Facts, effects: Sequence[model.Effect]) -> Facts:
     return before
 
 
+def make_room(nodes: int) -> None:
+    """Let this process have the descriptors that so many connections take, if it may."""
+    wanted = 4 * nodes + 512
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def agree(theirs: model.Options | None, ours: model.Options) -> str:
     """Why an agent with these options cannot take part; "": it can."""
     if theirs is not None and (theirs.least, theirs.most) != (ours.least, ours.most):
@@ -129,6 +141,7 @@ class Hub:
         self.phases: dict[str, float] = {}  # seconds in each, those that have ended
         self._phase = getattr(state, "phase", None)
         self._phase_since = clock()
+        make_room(options.most + options.spares)
         self._arm()
 
     # --- connections ------------------------------------------------------------------------
