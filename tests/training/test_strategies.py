@@ -61,13 +61,15 @@ def test_a_bug_is_raised_unchanged(train):
     assert strategies(run) == [Strategy.EXIT]
     log = (run.folder / "log-2-0").read_text()
     assert 'KeyError: "a mistake of the program\'s own"' in log
-    assert run.agent.faults[0].kind is Kind.BUG
+    # another rank may be heard first, of a peer it lost
+    assert Kind.BUG in [fault.kind for fault in run.agent.faults]
 
 
 def test_a_rank_that_ends_by_a_bug_is_replaced(train, undisturbed):
     run = train(faults=[{"rank": 2, "step": 3, "where": "forward", "kind": "bug"}])
     run.same_as(undisturbed())
-    assert run.agent.faults[0].kind is Kind.BUG
+    # another rank may be heard first, of a peer it lost
+    assert Kind.BUG in [fault.kind for fault in run.agent.faults]
     (dead,) = (one for one in run.agent.everyone if one.rank == 2 and one.incarnation == 0)
     assert not dead.finished, "it has not finished: the agent may go on in place"
 

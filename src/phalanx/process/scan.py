@@ -405,7 +405,7 @@ _SETTING = re.compile(
     rb"(?:\][ \t]*=(?!=)|,)[ \t]*(?:(['\"])([^'\"\\\n{]*)\4[ \t]*\)?[ \t]*(?:#|;|$))?",
     re.MULTILINE,
 )
-_NAME = re.compile(r"\.*[^\W\d][\w.]*")
+_NAME = re.compile(r"\.*[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 
 
 def quick(text: bytes) -> Iterator[Import]:

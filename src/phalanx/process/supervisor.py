@@ -862,6 +862,7 @@ class Supervisor:
                 self._unhandle(fd)
                 return
             except MalformedMessage as error:
+                last = max(last, time.monotonic_ns())  # it has no time of its own
                 yield last, WorkerGarbled(worker, error)
                 continue
             if message is None:

@@ -52,7 +52,10 @@ class MiniKeeper:
         self.report = PreloadReport.from_json(json.loads(self._reader.readline()))
 
     def order(self, **order: object) -> int:
-        os.write(self._orders, json.dumps(order).encode() + b"\n")
+        try:
+            os.write(self._orders, json.dumps(order).encode() + b"\n")
+        except BrokenPipeError:
+            raise AssertionError(f"the keeper died: {self.process.wait(10)}") from None
         line = self._reader.readline()
         assert line, f"the keeper died: {self.process.wait(10)}"
         return int(line)
@@ -82,9 +85,9 @@ def base_env() -> dict[str, str]:
     return {n: os.environ[n] for n in names if n in os.environ} | {"OMP_NUM_THREADS": "2"}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def keepers(base_env: dict[str, str]) -> Iterator[Callable[[PreloadPlan], MiniKeeper]]:
-    """One keeper per plan for the whole session."""
+    """One keeper per plan for all tests of a file."""
     made: dict[PreloadPlan, MiniKeeper] = {}
 
     def get(plan: PreloadPlan) -> MiniKeeper:
