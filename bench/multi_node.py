@@ -13,8 +13,10 @@ should be.
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "many_nodes"))
 import hosts
-from cluster import Agent, Cluster, Step
+from cluster import PORT, Agent, Cluster, Step
 
 CONF = "last_call_timeout=20,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
 OPTIONS = f"--nnodes 2:3 --rdzv-id job --shutdown-timeout 5 --rdzv-conf {CONF}"
@@ -64,9 +66,10 @@ class Show:
         moved = [h for h in before.keys() & after.keys() if before[h] != after[h]]
         possible = sum(r >= world for h, r in before.items() if h in after)
         where = ", ".join(f"{h}={r}" for h, r in sorted(after.items()))
+        old = [s.at for s in self.cluster.steps() if s.attempt != step.attempt and s.at < step.at]
         print(
-            f"{name:<42}{step.at - at:6.2f} s to the first step of attempt {step.attempt} with a "
-            f"world of {world} ({where})",
+            f"{name:<42}{step.at - at:6.2f} s to the first step with a world of {world}, "
+            f"{step.at - max(old):5.2f} s without a step (attempt {step.attempt}: {where})",
             flush=True,
         )
         assert sorted(after.values()) == list(range(world)), after
@@ -120,6 +123,55 @@ def elastic(show: Show, rounds: int) -> None:
     show.finish()
 
 
+def separate(show: Show, rounds: int) -> None:
+    """The coordinator is a process of its own, on the last host: no worker stops for it."""
+    host = show.cluster.hosts[3]
+    listen = f"{host.address}:{PORT}"
+    state = show.cluster.folder / "state"
+    command = [sys.executable, "-m", "phalanx", "coordinator", "--listen", listen]
+    command += ["--silence", "3", "--state-dir", str(state)]
+
+    def begin() -> subprocess.Popen[str]:
+        log = (show.cluster.folder / "coordinator.err").open("ab")
+        return host.start(command, stdout=log, stderr=log)
+
+    coordinator = begin()
+    for number in range(3):
+        show.start(number, f"{OPTIONS},is_host=0 --rdzv-backend c10d --rdzv-endpoint {listen}")
+    first = show.cluster.trains(3)
+    show.ranks(first)
+    pids = {s.pid for s in show.cluster.steps()}
+
+    def calm(name: str, seconds: float) -> None:
+        """All ranks make steps for that long, in the processes that they have."""
+        begun = time.monotonic()
+        show.cluster.until(
+            lambda: any(s.at > begun + seconds for s in show.cluster.steps()), "steps go on"
+        )
+        seen = [s for s in show.cluster.steps() if s.at > begun]
+        assert {s.pid for s in seen} == pids, f"{name}: other processes than before"
+        gaps = [b.at - a.at for a, b in itertools.pairwise(sorted(seen, key=lambda s: s.at))]
+        print(f"{name:<42}{len(seen)} steps, at most {max(gaps):.2f} s apart", flush=True)
+
+    for _ in range(rounds):
+        coordinator.kill()
+        calm("phalanx coordinator killed", 4)
+        coordinator.wait(10)
+        coordinator = begin()
+        calm("  and started again", 4)
+        host.cut()
+        calm("its link cut", 5)
+        host.mend()
+        calm("  and mended", 4)
+        coordinator.send_signal(signal.SIGSTOP)
+        calm("phalanx coordinator stopped (SIGSTOP)", 5)
+        coordinator.send_signal(signal.SIGCONT)
+        calm("  and continued", 4)
+    show.event("agent killed (SIGKILL)", 2, lambda: show.agents[2].signal(signal.SIGKILL))
+    del show.agents[2]
+    show.finish()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
@@ -128,9 +180,13 @@ def main() -> int:
         print(f"multi-node: not run: {reason}")
         return 0
     began = time.monotonic()
-    for scene in (lambda show: elastic(show, given.rounds),):
+    scenes: list[tuple[int, Callable[[Show], None]]] = [
+        (3, lambda show: elastic(show, given.rounds)),
+        (4, lambda show: separate(show, 1)),
+    ]
+    for count, scene in scenes:
         folder = Path(tempfile.mkdtemp(prefix="phalanx-nodes-"))
-        show = Show(folder, 3)
+        show = Show(folder, count)
         try:
             scene(show)
         except AssertionError as error:

@@ -19,13 +19,15 @@ from hosts import Host, Hosts
 HERE = Path(__file__).resolve().parent
 DDP = HERE / "ddp.py"
 PORT = 29400
-LIMIT = 90.0
+LIMIT = 200.0  # a machine may be very busy
 
 
 class Agent:
     """One agent process. Its events, stdout and stderr are files of ``folder``."""
 
-    def __init__(self, host: Host, number: int, folder: Path, words: Sequence[str]) -> None:
+    def __init__(
+        self, host: Host, number: int, folder: Path, words: Sequence[str], torchrun: bool = False
+    ) -> None:
         self.host = host
         self.name = f"{host.name}.{number}"
         self.folder = folder
@@ -37,6 +39,8 @@ class Agent:
         (folder / "temporary").mkdir(exist_ok=True)
         env.update(TMPDIR=str(folder / "temporary"), TEST_OUT=str(folder), OMP_NUM_THREADS="1")
         argv = [sys.executable, "-m", "phalanx", "run", "--events", str(self._events), *words]
+        if torchrun:
+            argv = [sys.executable, "-m", "torch.distributed.run", *words]
         with self._err.open("ab") as err:
             self.process = host.start(argv, env, stdout=err, stderr=err, cwd=folder)
         self.pid = self.process.pid
@@ -90,7 +94,7 @@ class Cluster:
         """An agent on that host; ``words`` are its options without the endpoint (host 0)."""
         endpoint = f"{self.hosts[0].address}:{PORT}"
         options = words.split()
-        if "--rdzv-endpoint" not in options and "--master-addr" not in options:
+        if not any(o.startswith(("--rdzv-endpoint", "--master")) for o in options):
             options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *options]
         agent = Agent(
             self.hosts[number], len(self.agents), self.folder, [*options, str(program), *args]

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 SERVE = (
     "import socket as s; l = s.create_server(('', 7)); print('up', flush=True)\nwhile 1: l.accept()"
