@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 SERVE = (
     "import socket as s; l = s.create_server(('', 7)); print('up', flush=True)\nwhile 1: l.accept()"
 )
-CALL = "import socket, sys; socket.create_connection((sys.argv[1], 7), timeout=1)"
+CALL = "import socket, sys; socket.create_connection((sys.argv[1], 7), timeout=5)"
 
 
 def test_hosts_reach_each_other_until_the_link_is_cut_and_are_gone_at_the_end(cluster) -> None:
