@@ -14,20 +14,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "many_nodes"))
 import hosts as network
+from waiting import LIMIT, T, until
 
-LIMIT = 60.0
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "mungekey")
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-T = TypeVar("T")
 
 
 @cache
@@ -247,12 +245,7 @@ class Slurm:
         Raises:
             RuntimeError: it was not within ``limit`` seconds.
         """
-        end = time.monotonic() + limit
-        while not (value := ready()):
-            if time.monotonic() > end:
-                raise RuntimeError(f"not within {limit:.0f} s: {what}\n{self._last_words()}")
-            time.sleep(0.05)
-        return value
+        return until(ready, what, self._last_words, limit)
 
     def _last_words(self) -> str:
         out = []
