@@ -200,6 +200,7 @@ def test_an_interpreter_that_is_a_script_is_never_warm(tmp_path) -> None:
     [
         ("--controller-ca x", "needs --controller"),
         ("--controller ,", "HOST:PORT"),
+        ("--controller h:1 --nnodes 2 --rdzv-endpoint h:2", "for one node so far"),
         ("--controller h:1 --controller-timeout 0", "not 0"),
         ("--controller h:1 --controller-cert x", "go together"),
         ("--controller h:1 --controller-ca /no/such/file", "cannot read /no/such/file"),

@@ -63,6 +63,10 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
     nodes = nodes_from(a)
     if nodes is not None and (a.no_retry_exit_codes or a.retry_exit_codes):
         raise UsageError("--no-retry-exit-codes and --retry-exit-codes are for one node so far")
+    if nodes is not None and a.controller:
+        raise UsageError(
+            "--controller is for one node so far; with several the coordinator decides alone"
+        )
     nproc = worker_count(a.nproc_per_node)
     if a.max_restarts < 0:
         raise UsageError("--max-restarts is zero or more")
