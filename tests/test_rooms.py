@@ -39,6 +39,7 @@ ROOMS = sorted(
 # They run in a child of the keeper that is to become a worker or the store server.
 IN_A_CHILD = {
     ("process/nursery.py", "phalanx.torch_bridge.store_server"),
+    ("process/nursery.py", "phalanx.torch_bridge.rehearsal"),
     ("process/preload.py", "torch"),
 }
 

@@ -64,6 +64,7 @@ class Kid:
         self.why: dict[str, Any] = {}  # failed: what went wrong
         self.errors = -1  # worker being exec'ed: where it reports a failure
         self.line: socket.socket | None = None  # standby: where its order goes
+        self.ready = False  # standby: it does nothing any more but wait for that
         self.pidfd = -1  # standby: for the agent, later
         self.status = 0
         self.max_rss = 0
@@ -89,6 +90,7 @@ class Keeper:
         self.sweeping: dict[int, Kid] = {}  # by id; reaped, its leftovers not yet gone
         self.doomed: set[int] = set()  # ids that are dying: what they have goes as well
         self.standbys: deque[Kid] = deque()
+        self.standbys_wanted = 0
         self.stores: dict[int, tuple[dict[str, Any], int]] = {}  # lazy, by id; listener
         self.keys = 0
         self.forking: dict[int, tuple[dict[str, Any], list[int]]] = {}  # asked of the nursery
@@ -191,8 +193,11 @@ class Keeper:
                 self.start_failed(order, {"errno": code, "file": order["cwd"], "text": ""})
                 launch.close_all(fds)
                 return
-            if self.standbys:
-                self.use_standby(order, fds)
+            ready = next((kid for kid in self.standbys if kid.ready), None)
+            if ready is None and self.standbys and self.nursery is None:
+                ready = self.standbys[0]  # soon
+            if ready is not None:
+                self.use_standby(ready, order, fds)
                 return
             if self.nursery is not None:
                 self.ask_nursery(order, fds)
@@ -200,12 +205,30 @@ class Keeper:
         self.exec_start(order, fds)
 
     def do_prepare(self, order: dict[str, Any], fds: list[int]) -> None:
+        self.standbys_wanted = order["count"]
+        self.add_standby()
+
+    def add_standby(self) -> None:
+        """Have the next standby forked, when the last one is ready: what they do before that
+        they do one after the other.
+        """
         coming = [o for o, _ in (*self.forking.values(), *self.waiting) if o["op"] == "standby"]
-        for _ in range(order["count"] - len(self.standbys) - len(coming)):
-            if self.nursery is None:
-                return
-            ours, theirs = wire.pair()
-            self.ask_nursery({"op": "standby"}, [theirs.detach(), ours.detach()])
+        waits = coming or not all(kid.ready for kid in self.standbys)
+        if self.nursery is None or waits or len(self.standbys) >= self.standbys_wanted:
+            return
+        ours, theirs = wire.pair()
+        self.ask_nursery({"op": "standby"}, [theirs.detach(), ours.detach()])
+
+    def hear_standby(self, kid: Kid) -> None:
+        assert kid.line is not None
+        try:
+            news = wire.receive(kid.line)
+        except wire.Hangup:
+            self.unwatch(kid.line.fileno())  # we are about to be told of its end
+            return
+        if news is not None:
+            kid.ready = True
+            self.add_standby()
 
     def do_signal(self, order: dict[str, Any], fds: list[int]) -> None:
         """Signal the process group of each."""
@@ -479,6 +502,7 @@ class Keeper:
             kid.line = socket.socket(fileno=kept.pop(1))
             kid.pidfd = fds.pop()
             self.standbys.append(kid)
+            self.watch(kid.line.fileno(), lambda: self.hear_standby(kid))
             self.tell({"ev": "helper", "pid": pid})
         elif order["op"] == "start":
             kid = Kid("worker", pid, order)
@@ -497,9 +521,11 @@ class Keeper:
             except OSError:
                 pass
 
-    def use_standby(self, order: dict[str, Any], fds: list[int]) -> None:
-        kid = self.standbys.popleft()
+    def use_standby(self, kid: Kid, order: dict[str, Any], fds: list[int]) -> None:
+        self.standbys.remove(kid)
+        self.standbys_wanted -= 1
         assert kid.line is not None
+        self.unwatch(kid.line.fileno())
         kid.role = "worker"
         kid.order = order
         try:
@@ -592,9 +618,12 @@ class Keeper:
                 self.nursery_died()  # a stray fork of it may keep the socket open
         elif kid.role == "standby":
             self.standbys.remove(kid)
+            self.standbys_wanted -= 1
             assert kid.line is not None
+            self.unwatch(kid.line.fileno())
             kid.line.close()
             os.close(kid.pidfd)
+            self.add_standby()
 
     def sweep(self) -> None:
         """Kill what dead workers left behind; tell of each whose leftovers are gone."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _HANGUP = 3
 
+REHEARSE = "PHALANX_REHEARSE"
+"""0 in the keeper's environment: idle warm processes make no step (docs/warm-workers.md)."""
+
 
 def main(sock: socket.socket, plan: str, keeper: int) -> NoReturn:
     """Import, say so, then fork as told until the keeper hangs up.
@@ -91,6 +94,8 @@ def _prepare(plan: str) -> dict[str, Any]:
     del channel, page
     syscalls.is_subreaper()  # loads the C library
     report = preload.perform(preload.PreloadPlan.from_json(plan))
+    if "torch" in sys.modules and os.environ.get(REHEARSE) != "0":
+        import phalanx.torch_bridge.rehearsal  # noqa: F401
     bootstrap.our_modules()
     return {
         "report": report.to_json(),
@@ -147,7 +152,11 @@ def _live(order: dict[str, Any], fds: list[int], keeper: int, name: str) -> NoRe
     if order["op"] == "standby":
         launch.await_adoption(keeper)
         line = socket.socket(fileno=fds[0])
+        rehearsal = sys.modules.get("phalanx.torch_bridge.rehearsal")
+        if rehearsal is not None:
+            rehearsal.rehearse()
         try:
+            wire.send(line, {"ev": "ready"})
             order, fds = _receive(line)
         except wire.Hangup:
             os._exit(0)

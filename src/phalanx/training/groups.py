@@ -41,6 +41,7 @@ _MAX_ARRIVAL = 1 << 20
 
 
 _STORE_TRY_SECONDS = 2.0
+_CLOSE_SECONDS = 5.0
 
 
 class GroupBroken(RuntimeError):
@@ -760,21 +761,30 @@ class Fabric:
         if self._store_sockets is not None:
             self._store_sockets.cut()
 
-    def _drop(self) -> None:
+    def _drop(self) -> threading.Thread:
+        """Let go of a generation, in a thread of its own: the end of a group waits for gloo's
+        threads, and one of them may be kept for good by an operation that gloo has forgotten.
+        """
+        over = [group._inner for group in self.groups.values()]
+        over += [*self._over, *self._transports, self._store]
         for group in self.groups.values():
             group._inner = None
         self._over.clear()
         self._transports = []
         self._store = None
         self._store_sockets = None
+        thread = threading.Thread(target=over.clear, name="phalanx-drop", daemon=True)
+        thread.start()
+        return thread
 
     def close(self) -> None:
-        """Cut everything and let go of it."""
+        """Cut everything and let go of it; waits for that, within a bound."""
         with self._lock:
             self._break()
-            self._drop()
+            thread = self._drop()
             self.groups.clear()
             self._solo = None
+        thread.join(_CLOSE_SECONDS)
 
 
 def _arrival(text: bytes) -> tuple[set[int], set[str]]:
