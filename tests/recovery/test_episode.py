@@ -99,6 +99,13 @@ def test_a_second_death_starts_the_next_round() -> None:
     assert late.episode.replaced == {0, 2}
 
 
+def test_a_replacement_that_is_being_built_is_not_asked_to_leave() -> None:
+    state, _ = walk(in_loop(), (1.0, Died(2, "x")), (1.05, Died(0, "x")))
+    state, _ = walk(state, (1.1, Left(1, 2)), (1.1, Left(3, 2)))
+    _, effects = walk(state, (11.1, Tick()))
+    assert effects == []
+
+
 def test_a_replacement_that_dies_is_replaced_again() -> None:
     state, _ = walk(in_loop(), (1.0, Died(2, "x")))
     _, effects = walk(state, (1.05, Died(2, "x")))

@@ -443,6 +443,10 @@ def _round(
         state = _with(
             state, rank, alive=True, in_loop=False, left=generation, good=0, said=None, holds=None
         )
+    for rank in replaced.difference(dead):
+        if state.members[rank].good < state.generation:
+            # still being built, or about to be let in: it has no step to leave
+            state = _with(state, rank, left=generation)
     state = replace(
         state,
         generation=generation,
