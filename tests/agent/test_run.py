@@ -316,6 +316,7 @@ def test_restarts_without_a_step_are_in_the_summary(job) -> None:
     assert "recovering (2 restarts)" in run.err.splitlines()[-1]
 
 
+@pytest.mark.torch  # the store is torch's
 def test_a_lost_store_is_the_reason_and_no_worker_is_blamed(job) -> None:
     run = job(
         "--nproc-per-node 2 --max-restarts 0",
