@@ -61,7 +61,7 @@ def test_only_reading(look):
 def test_nothing_to_preload(look):
     status, out = look("import json", "--json")
     assert status == 0
-    assert (out["ok"], out["warm"], out["problems"]) == (True, True, [])
+    assert (out["ok"], out["warm"], out["problems"]) == (True, False, [])
     assert out["plan"]["modules"] == [] and "nothing" in out["why"]
     assert list(out["strategies"]) == ["restart"]
     assert out["interpreter"] == sys.executable

@@ -178,8 +178,9 @@ def _try(findings: Findings, seen: ImportScan, plan: PreloadPlan, timeout: float
         return
     findings.report = report.to_json()
     findings.measured = answer["measured"]
-    findings.warm = report.safe
-    findings.why_not = report.why_not
+    findings.warm, findings.why_not = report.safe, report.why_not
+    if findings.warm and not findings.plan.get("modules"):
+        findings.warm, findings.why_not = False, "a fresh interpreter is as quick"
     if answer["syntax"]:
         findings.problems.append(answer["syntax"])
     _missing(findings, seen, answer["missing"])
