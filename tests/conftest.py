@@ -18,7 +18,6 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from hypothesis import settings
 
 # The same examples in each run, however slow the machine; other ones, and more, on request.
 _SLOW = os.environ.get("PHALANX_SLOW_TESTS") == "1"
@@ -42,12 +41,6 @@ _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 _NOT_OURS = ("torchinductor_", "pymp-")
 """torch's cache, and what multiprocessing removes when the interpreter ends."""
-
-
-# The same examples every time; `HYPOTHESIS_PROFILE=explore` looks for new ones.
-settings.register_profile("same", derandomize=True, deadline=None)
-settings.register_profile("explore", deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
