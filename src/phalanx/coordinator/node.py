@@ -244,6 +244,7 @@ class CoordinatorNode:
         self._connection, self._joined = connection, False
         self._alone = None
         self._was_there = True
+        where = self._server.moved = self._target
         self._takeover.forget()
         self._ballot = dataclasses.replace(self._ballot, following=self._target)
         self._inbox.put(words.Reached(self.node, connection.term, self._target))
@@ -255,7 +256,9 @@ class CoordinatorNode:
         except link.LinkEnded as error:
             how = str(error)
             self._saw_end = not error.silent
-            self._lost_at, self._server.moved = self._target, ""
+            self._lost_at = where
+            if self._server.moved == where:
+                self._server.moved = ""
             self._look_again = time.monotonic() + (_SILENT if error.silent else 0.0)
         finally:
             self._connection = None
