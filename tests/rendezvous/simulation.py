@@ -114,6 +114,9 @@ class Stream:
         if not self.open[side]:
             return
         self.open[side] = False
+        self._tell_other(side)
+
+    def _tell_other(self, side: str) -> None:
         other = "hub" if side == "agent" else "agent"
         if self.whole:
             at = max(self.last[other] + 1e-6, self.sim.now + self.sim.latency())
@@ -150,7 +153,7 @@ class Stream:
             self.agent.link_lost(self, how)
         else:
             self.hub.link_lost(self, how)
-        self.close("hub" if side == "agent" else "agent") if self.whole else None
+        self._tell_other(side)
 
 
 # --- the coordinator ----------------------------------------------------------------------------

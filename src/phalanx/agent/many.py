@@ -84,6 +84,7 @@ class NodeAgent:
         self.hands = Hands(self.crew, self.signals.checked)
         self.status: int | None = None  # once it is known
         self.assignment: m.Assignment | None = None  # whose workers run here
+        self._last: m.Assignment | None = None  # the newest there was
         self._fence = (0, 0)  # the highest term and generation seen
         self._speaks = False  # some worker said hello: the program can be recovered in place
         self._reported = 0  # the generation whose end was told
@@ -359,7 +360,9 @@ class NodeAgent:
         except RendezvousError as error:
             self.console.warn(str(error))
             offer = ""  # somebody else serves the stores
-        self.bond.say(m.Join(self.me, self.nodes.epoch, self.assignment, offer, self._share()))
+        self.bond.say(
+            m.Join(self.me, self.nodes.epoch, self.assignment, offer, self._share(), self._last)
+        )
 
     def _share(self) -> m.Share | None:
         """What has become of the workers here."""
@@ -383,6 +386,7 @@ class NodeAgent:
             self.events.record("stale_command", term=a.term, told_generation=a.generation)
             return False
         self._fence = (a.term, a.generation)
+        self._last = a
         return True
 
     def _environment(self, a: m.Assignment, local_rank: int) -> dict[str, str]:

@@ -115,6 +115,9 @@ def _remember(turn: Turn, before: State) -> None:
     newest = max(last, key=lambda a: (a.generation, a.term), default=None)
     turn.set(phase=Phase.GATHERING)
     if newest is None:
+        if before.roster is not None:  # at least no generation comes twice
+            turn.set(generation=before.roster.generation)
+            _count_voters(turn, before, before.roster.generation)
         return
     seats = {a.seat.ranks: a.seat for a in last if a.generation == newest.generation}
     turn.seat(tuple(sorted(seats.values(), key=lambda seat: seat.ranks)))
@@ -133,7 +136,11 @@ def _count_voters(turn: Turn, before: State, generation: int) -> None:
     coordinator. Of them everybody is uncertain who is neither here nor gone for certain.
     """
     electorates = [Electorate(generation, frozenset(turn.state.places))]
-    if before.roster is not None and _voters(before.roster) != electorates[0].nodes:
+    if not turn.state.places:
+        electorates = []
+    if before.roster is not None and _voters(before.roster) != (
+        electorates[0].nodes if electorates else None
+    ):
         electorates.insert(0, Electorate(before.roster.generation, _voters(before.roster)))
     voters = frozenset[str]().union(*(e.nodes for e in electorates))
     knows = {

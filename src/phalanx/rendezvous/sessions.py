@@ -108,8 +108,10 @@ def worker_event(turn: Turn, node: str, what: WorkerEvent) -> None:
 
 def share(turn: Turn, node: str, what: Share, generation: int) -> None:
     """What a node that came back says of its workers, for what was lost on the way: who lives."""
+    machine = turn.state.machine
     for rank in what.in_loop:
-        worker_event(turn, node, WorkerEvent(generation, rank, "hello"))
+        if machine is None or rank >= machine.world or not machine.members[rank].in_loop:
+            worker_event(turn, node, WorkerEvent(generation, rank, "hello"))
     for rank in what.finished:
         worker_event(turn, node, WorkerEvent(generation, rank, "finished"))
 
@@ -235,7 +237,7 @@ def _restart(turn: Turn, effect: ep.RestartGroup, event: ep.Event) -> None:
     if failed is None or node not in state.peers:
         node = state.node_of(getattr(event, "rank", 0))
         failed = Failed(state.generation, None, effect.why)
-    fault(turn, node, failed)
+    fault(turn, node, failed, final=effect.why if effect.final else "")
 
 
 def _recovered(turn: Turn, effect: ep.Recovered) -> None:
