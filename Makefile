@@ -8,7 +8,7 @@ PEERS := .venv-peers
 MINUTES ?= 10
 SEED ?= 1
 
-.PHONY: demo test test-libraries test-repeat lint types conformance bench multi-node slurm proof chaos \
+.PHONY: demo test test-libraries test-repeat lint types conformance bench simulate multi-node slurm proof chaos \
 	recovery-tour compat bench-recovery bench-training bench-controller bench-rendezvous generated clean
 
 $(STAMP): pyproject.toml
@@ -50,6 +50,10 @@ conformance: $(STAMP)  ## the contract's suite against torch's implementation an
 
 bench: $(STAMP)  ## ours beside torchrun, in one run
 	$(PY) bench/bench_agent.py
+
+simulate: $(STAMP)  ## membership under a virtual clock: SEED=, NODES=, EVENTS=, RUNS=
+	$(PY) -m tests.rendezvous.simulation --seed $(or $(SEED),1) --nodes $(or $(NODES),1000) \
+		--events $(or $(EVENTS),1000000) --runs $(or $(RUNS),1)
 
 multi-node: $(STAMP)  ## three hosts in network namespaces: killed, cut off, stopped, told to go, and back
 	$(PY) bench/multi_node.py

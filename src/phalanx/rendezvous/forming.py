@@ -119,6 +119,8 @@ def _gather(turn: Turn) -> None:
         due = getattr(turn.state, wait)
         if due is not None and now >= due:
             turn.set(**{wait: None})
+    offer_by = turn.state.offer_by
+    turn.set(offer_by=None)  # only what is waited for has a bound
     state = turn.state
     out_of_time = state.gather_by is not None and now >= state.gather_by
     count = how_many(turn, spares=state.generation > 0 or out_of_time)
@@ -154,9 +156,8 @@ def _gather(turn: Turn) -> None:
     seats = ranks.seats([p.node for p in chosen], state.seats)
     host = next((seat.node for seat in seats if state.peers[seat.node].offer), None)
     if host is None:
-        if state.offer_by is None:
-            turn.set(offer_by=now + options.rejoin)
-        elif now >= state.offer_by:
+        turn.set(offer_by=offer_by or now + options.rejoin)
+        if offer_by is not None and now >= offer_by:
             finish(turn, Verdict(False, NO_RENDEZVOUS, "no node offered to serve the store"))
         return
     assign(turn, seats, host)
