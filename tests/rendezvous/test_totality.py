@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -139,3 +140,9 @@ def play(r: random.Random) -> None:
             break
         state, _ = job.advance(state, m.Tick(), due, opts)
         assert (job.next_deadline(state) or due + 1) > due
+
+
+def test_the_documents_table_has_all_phases() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "rendezvous.md").read_text()
+    table = {line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| `")}
+    assert table == {phase.value for phase in job.Phase}
