@@ -41,9 +41,14 @@ class Nursery:
                 pass_fds=[other.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
             )
-        self._socket.settimeout(120)
-        assert self._socket.recv(100) == b"ready"
-        self._socket.settimeout(30)
+        self._socket.settimeout(200)  # it imports torch
+        try:
+            assert self._socket.recv(100) == b"ready"
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
+        self._socket.settimeout(60)
 
     def fork(self, order: dict[str, Any], fds: list[int]) -> int:
         body = json.dumps(order).encode()
