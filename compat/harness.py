@@ -70,9 +70,9 @@ class Controller:
     def _line(self, after: str) -> str:
         assert self.process is not None
         try:
-            line = self.lines.get(timeout=30)
+            line = self.lines.get(timeout=90)
         except queue.Empty:
-            raise TimeoutError("the controller did not come up in 30 s") from None
+            raise TimeoutError("the controller did not come up in 90 s") from None
         if after not in line:
             raise RuntimeError(f"the controller said {line!r} instead")
         return line.split(after, 1)[1].strip()
