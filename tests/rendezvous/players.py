@@ -540,6 +540,7 @@ class Agent:
         if self.verdict is not None:
             return
         self.verdict = verdict
+        self.sim.told_of_end = True
         self.ballot = replace(self.ballot, verdict=verdict)
         self.stop_workers()
         self.held = None
@@ -701,6 +702,7 @@ class Agent:
         if not self.alive:
             return
         self.alive = False
+        self.sim.alive -= 1
         if self.roster is not None and not any(a.roster for a in self.sim.living()):
             self.sim.lost = True
         group = self.group

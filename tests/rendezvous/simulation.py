@@ -82,6 +82,8 @@ class Sim:
         self.commits: list[tuple[tuple[int, str], int]] = []
         self.faults_end: float | None = None
         self.births: Counter[str] = Counter()
+        self.alive = 0  # agents
+        self.told_of_end = False
         self.excused: set[str] = set()  # who could not hear of the end
         self.lost = False  # all who knew of the job have died
 
@@ -204,6 +206,7 @@ class Sim:
         self.births[host.name] += 1
         agent = Agent(self, host, self.births[host.name])
         self.agents[agent.id] = agent
+        self.alive += 1
         agent.target = self.somebody(agent)
         agent.after(self.options.join, agent.give_up, agent.alone_since)
         self.say(f"{agent.id} starts")
@@ -239,7 +242,7 @@ class Sim:
         call(self.rng.choice(living))
 
     def job_over(self) -> bool:
-        return any(a.verdict is not None for a in self.agents.values())
+        return self.told_of_end
 
     def _revive(self, host: Host) -> None:
         if (
@@ -380,7 +383,7 @@ class Sim:
             self.faults_end = 0.0
         limit = None
         while self._heap:
-            if not self.living() and self.faults_end is not None and not self._starting():
+            if not self.alive and self.faults_end is not None and not self._starting():
                 break
             self.events += 1
             when, _, call, args = heapq.heappop(self._heap)
