@@ -65,7 +65,8 @@ proof: $(STAMP) $(LIBRARIES)/.made  ## faults at every place of a step, against 
 	$(PY) bench/proof.py
 
 chaos: $(STAMP)  ## random faults at random moments; MINUTES and SEED; the seed makes them again
-	$(PY) bench/chaos.py --minutes $(MINUTES) --seed $(SEED)
+	$(PY) bench/chaos.py --minutes $$($(PY) -c 'print(0.6 * $(MINUTES))') --seed $(SEED)
+	$(PY) bench/chaos_nodes.py --minutes $$($(PY) -c 'print(0.4 * $(MINUTES))') --seed $(SEED)
 
 recovery-tour: $(STAMP)  ## every strategy of the recovery protocol and every fall-back, as a transcript
 	$(PY) examples/recovery_tour.py

@@ -1,6 +1,6 @@
 """A program with a session: its losses depend on steps and ranks alone, so that two runs can be
-compared. ``python session.py STEPS [PAUSE]``, seconds between two steps. At step 10 it waits for
-as long as there is a file ``hold``."""
+compared. ``python session.py STEPS [PAUSE [HOLD]]``, seconds between two steps. At step HOLD (10)
+it waits for as long as there is a file ``hold``."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from phalanx import training
 OUT = Path(os.environ["TEST_OUT"])
 HOST = os.uname().nodename
 STEPS, PAUSE = int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+HOLD = int(sys.argv[3]) if len(sys.argv) > 3 else 10
 
 
 def say(*words: object) -> None:
@@ -44,6 +45,6 @@ with training.session(backend="gloo") as job:
             *(HOST, time.monotonic(), loss.item()),
         )
         time.sleep(PAUSE)
-        while int(step) == 10 and (OUT / "hold").exists():
+        while int(step) == HOLD and (OUT / "hold").exists():
             time.sleep(0.01)
     say("end", job.rank, os.getpid(), json.dumps(losses).replace(" ", ""))
