@@ -432,7 +432,7 @@ class CoordinatorNode:
         Refused."""
         plan = self.plan
         waiting = _Waiting(self._line, plan.options.join)
-        pause = 0.05
+        pause, hops = 0.05, 0
         while True:
             reason = "nobody coordinates the job yet"
             if self._ballot.verdict is not None:
@@ -442,14 +442,19 @@ class CoordinatorNode:
             if self._server.hub is not None:
                 return link.Seat(self._server.hub, self.node.id, self.node.address)
             if self._worth_a_try(self._target):
+                tried = self._target
                 try:
-                    found = await self._try(self._target)
+                    found = await self._try(tried)
                     if found is not None:
                         return found
+                    if self._target != tried and hops < 3:
+                        hops += 1
+                        continue  # it knows who coordinates: no election before that is asked
                 except net.Unreachable as error:
                     reason = str(error)
                     if reason != net.REFUSED:
                         self._look_again = time.monotonic() + _SILENT
+            hops = 0
             if await self._elect():
                 pause = 0.05
                 continue
