@@ -52,6 +52,7 @@ def main() -> int:
         print(slurm.command("sinfo", "--version").strip(), "with", *(n.name for n in slurm.nodes))
         out = slurm.shared / "out"
         number = slurm.submit(
+            "--nodes=3",
             str(ROOT / "examples" / "slurm" / "train.sbatch"),
             str(ROOT / "examples" / "charlm" / "train.py"),
             *("--steps", str(options.steps), "--out", str(out), "--print-every", "100"),

@@ -27,7 +27,7 @@ class Job:
         self.folder = slurm.shared / name
         self.folder.mkdir()
         given = {"WORKERS": "1", "GRACE": "5", "LATE": "1", "TEST_OUT": str(self.folder), **env}
-        self.number = slurm.submit(str(RECIPE), str(PROGRAM), env=given)
+        self.number = slurm.submit("--nodes=3", str(RECIPE), str(PROGRAM), env=given)
 
     def said(self, what: str = "") -> list[str]:
         path = self.folder / "said"
@@ -58,6 +58,7 @@ def nodes(slurm: Any) -> list[Any]:
     for node in slurm.nodes:
         if not node.pids():
             slurm.start_node(node)
+    slurm.until(lambda: not slurm.command("squeue", "--noheader"), "no job is left")
     slurm.until(lambda: slurm.states() == ["idle"] * 3, "all nodes are idle")
     return list(slurm.nodes)
 
@@ -107,7 +108,7 @@ def test_a_job_of_higher_priority_takes_its_nodes(slurm: Any, nodes: list[Any]) 
     job = Job(slurm, "preempted")
     job.began(2)
     urgent = slurm.submit("--partition=urgent", "--nodes=3", "--exclusive", "--wrap=true")
-    assert slurm.ended(urgent)["JobState"] == "COMPLETED"
+    assert slurm.ended(urgent)["ExitCode"] == "0:0"
     job.began(4)
     assert len(job.said("SIGTERM")) == 2
     job.create("enough")
@@ -129,10 +130,14 @@ def test_the_node_with_the_script_dies(slurm: Any, nodes: list[Any]) -> None:
     first = job.began(2)
     slurm.until(lambda: "takes the place" in slurm.output(job.number), "there is a spare")
     script = slurm.job(job.number)["BatchHost"]
-    slurm.kill_node(next(n for n in nodes if n.name == script))
+    dead = next(n for n in nodes if n.name == script)
+    slurm.kill_node(dead)
     if script in first:
         assert script not in job.began(4)[2:]
     job.create("enough")
+    slurm.until(lambda: slurm.job(job.number)["Restarts"] == "1", "the agents have it requeued")
+    assert len(job.said("ended")) == 2
+    slurm.start_node(dead)
     assert job.ended() == ("COMPLETED", "0:0", "1")
     assert len(job.said("ended")) == 2, "the requeued script saw that all was done"
 
