@@ -66,6 +66,9 @@ def nodes(slurm: Any) -> list[Any]:
 def test_a_node_dies_and_the_job_ends_well(slurm: Any, nodes: list[Any]) -> None:
     job = Job(slurm, "node")
     first = job.began(2)
+    command = slurm.output(job.number).partition("how it is: ")[2].splitlines()[0]
+    shown = slurm.command(*command.split())
+    assert all(f"{name} " in shown for name in first), shown
     victim = next(n for n in nodes[1:] if n.name in first)
     spare = next(n for n in nodes if n.name not in first)
     slurm.kill_node(victim)
