@@ -136,7 +136,6 @@ def test_help_is_ours_only_before_the_script(words: str, asked: str | None) -> N
         ("--nnodes 2 --port-range 9-8", "two ports"),
         ("--nnodes 2 --on-split maybe", "wait, continue"),
         ("--nnodes 2 --tls-cert x", "go together"),
-        ("--nnodes 2 --controller h:1", "one node only"),
         ("--nnodes 2 --spares -1", "--spares"),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:0", "a port that all know"),
         ("--nnodes 2:1", "0 < MIN <= MAX"),

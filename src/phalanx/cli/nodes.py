@@ -45,8 +45,6 @@ def nodes_from(a: RunArguments) -> NodesConfig | None:
             f"--rdzv-backend is one of {', '.join(BACKENDS)}, not {a.rdzv_backend!r}: "
             "phalanx has its own between nodes, and torchrun can use it (--rdzv-backend phalanx)"
         )
-    if a.controller:
-        raise UsageError("--controller: it is asked by jobs on one node only so far; leave it out")
     from importlib.util import find_spec
 
     from phalanx.agent.config import NodesConfig, timing
