@@ -490,12 +490,6 @@ on(
     },
 )
 on(
-    "T147.how_python_is_called",
-    "Warm workers are forked from a parent that PYTHON_EXEC runs, with the agent's environment; "
-    "--no-warm runs it once for each worker, as torchrun does.",
-    {"PYTHON_EXEC": ([0, ["R wrapped -u <DIR>/own.py"]], [0, []])},
-)
-on(
     "T87.signals",
     "128 + n says which signal stopped the job.",
     {
@@ -569,11 +563,6 @@ on(
             [0, ["R 2 job12 True False"] * 2],
         )
     },
-)
-on(
-    "T138.backends",
-    "One node needs no meeting point; the workers' port is --master-port or any free one.",
-    {"endpoint": ([0, ["R 2 job12 True True"] * 2], [0, ["R 2 job12 True False"] * 2])},
 )
 on(
     "T136.real_script",
