@@ -25,7 +25,8 @@ def say(*words: object) -> None:
     os.close(fd)
 
 
-with training.session(backend="gloo") as job:
+kept = os.environ.get("TEST_KEPT")  # a folder for checkpoints
+with training.session(backend="gloo", checkpoint=kept, checkpoint_every=10 if kept else 0) as job:
     torch.manual_seed(1)
     net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -177,8 +178,11 @@ def test_torchruns_static_command_line_and_ranks(cluster, program) -> None:
 
 
 @pytest.mark.torch
-def test_a_spare_takes_the_ranks_and_the_survivors_keep_their_processes(cluster) -> None:
+def test_a_spare_takes_the_ranks_and_the_survivors_keep_their_processes(
+    cluster, monkeypatch
+) -> None:
     made = cluster(3)
+    monkeypatch.setenv("TEST_KEPT", str(made.folder / "kept"))
     words = f"--nnodes 2 --spares 1 {JOB}"
     (made.folder / "hold").touch()
     agents = [made.start(n, words, SESSION, ["40"]) for n in range(3)]
@@ -198,12 +202,19 @@ def test_a_spare_takes_the_ranks_and_the_survivors_keep_their_processes(cluster)
     assert {s.attempt for s in steps} == {0}
     assert {s.pid for s in steps if s.rank == stays} == {before[stays].pid}
     assert {s.host for s in steps if s.rank == gone} == {before[gone].host, spare.host.name}
+    # each was asked for before it got its name
+    kept = {p.name: json.loads((p / "commit.json").read_text()) for p in made.folder.glob("kept/*")}
+    assert {name: mark["generation"] for name, mark in kept.items()} == {
+        "step-0000000029": 2,
+        "step-0000000039": 2,
+    }
     losses: dict[tuple[int, int], set[str]] = {}
     for s in steps:
         losses.setdefault((s.rank, s.step), set()).add(s.loss)
     assert set(losses) == {(rank, step) for rank in (0, 1) for step in range(40)}
     # a run of the same program that lost nobody
     (made.folder / "said").rename(made.folder / "said.disturbed")
+    monkeypatch.delenv("TEST_KEPT")
     calm = made.start(0, "--nproc-per-node 2", SESSION, ["40", "0"])
     assert calm.wait() == 0
     assert len(made.steps()) == 80

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import select
+import time
 from collections import Counter, OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -16,10 +19,11 @@ numpy = pytest.importorskip("numpy")
 from phalanx.process.channel import Channel  # noqa: E402
 from phalanx.recovery.ladder import Kind  # noqa: E402
 from phalanx.training import DeviceFault, NetworkFault, codec, rng, state  # noqa: E402
+from phalanx.training.checkpoint import Checkpoints, NotCommitted  # noqa: E402
 from phalanx.training.data import Batches  # noqa: E402
 from phalanx.training.faults import classify  # noqa: E402
 from phalanx.training.groups import GroupBroken  # noqa: E402
-from phalanx.training.link import AgentGone, Join, Link, NoWord  # noqa: E402
+from phalanx.training.link import AgentGone, Join, Link, NoWord, Permit  # noqa: E402
 from phalanx.training.slate import Slate  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -283,3 +287,52 @@ def test_the_agent_s_end_is_heard(linked):
     with pytest.raises(AgentGone):
         link.await_word(0, 5)
     assert not link.say("good_step")
+
+
+def test_a_checkpoint_is_asked_for(linked):
+    agent, link, _ = linked
+    asked = time.monotonic()
+    agent.send("commit", generation=2, step=6, within=5.0)  # of another question
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(link.may_commit, 2, 7, 30.0)
+        while (question := agent.receive()) is None:
+            select.select([agent.fileno()], [], [], 30)
+        assert (question.type, question.fields["step"]) == ("prepared", 7)
+        agent.send("commit", generation=1, step=7, within=9.0)
+        agent.send("commit", generation=2, step=7, within=5)
+        permit = waiting.result(30)
+    assert permit.until is not None and asked + 5 <= permit.until <= time.monotonic() + 5
+
+
+def test_a_checkpoint_is_refused(linked):
+    agent, link, _ = linked
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(link.may_commit, 2, 7, 30.0)
+        while agent.receive() is None:
+            select.select([agent.fileno()], [], [], 30)
+        agent.send("refused", generation=2, step=7, reason="cut off")
+        assert waiting.result(30) == Permit(None, "cut off")
+        waiting = other.submit(link.may_commit, 3, 8, 30.0)
+        agent.send("leave", generation=3)
+        assert waiting.result(30) == Permit(None, "generation 3 is over")
+    assert link.may_commit(4, 9, 0.01) == Permit(None, "nobody answered")
+
+
+@pytest.mark.parametrize("answer", [Permit(None, "cut off"), Permit(0.0)])
+def test_what_may_not_count_has_no_name(tmp_path, answer):
+    (tmp_path / "draft-0000000003-1").mkdir()
+    checkpoints = Checkpoints(tmp_path)
+    asked = []
+
+    def ask(generation, step):
+        asked.append((generation, step))
+        return answer
+
+    checkpoints.ask = ask
+    with pytest.raises(NotCommitted):
+        checkpoints.commit_dump(3, 1, 2)
+    assert asked == [(1, 3)]
+    assert checkpoints.committed() == {}
+    checkpoints.ask = lambda generation, step: Permit(time.monotonic() + 60)
+    checkpoints.commit_dump(3, 1, 2)
+    assert checkpoints.newest() == 3

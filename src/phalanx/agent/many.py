@@ -91,6 +91,7 @@ class NodeAgent:
         self._in_loop: set[int] = set()  # ranks here that said hello, and are done
         self._finished: set[int] = set()
         self._failed: m.Failed | None = None
+        self._prepared: dict[int, int] = {}  # rank: step of a checkpoint that waits for a word
         self._draining: tuple[int, float] | None = None  # generation, until when
         self._told_at = 0.0
         self._told_step: int | None = None
@@ -260,11 +261,42 @@ class NodeAgent:
             del facts["rank"]
             self._event(rank, _KINDS[type(event).__name__], facts)
             return
+        if message.type == "prepared":
+            self._on_prepared(rank, message)
+            return
         if message.type in ("stopped_at", "dumped"):
             self._event(rank, message.type, plain(message.fields))
         if self.crew.worth_recording(worker):
             said = {**plain(message.fields), "local_rank": worker.local_rank}
             self.events.record("worker_said", **{**said, "type": message.type})
+
+    def _on_prepared(self, rank: int, message: Message) -> None:
+        """A checkpoint is written but for its name: the coordinator says whether it counts."""
+        generation, step = message.fields.get("generation"), message.fields.get("step")
+        if not isinstance(step, int):
+            return
+        if generation != self.crew.generation:
+            why = f"generation {generation} is over"
+            self._answer(m.Refused(self.crew.generation, rank, step, why), generation)
+            return
+        self._prepared[rank] = step
+        self._event(rank, "prepared", {"step": step})
+
+    def _answer(self, telling: m.Commit | m.Refused, generation: Any = None) -> None:
+        """Pass the word on to the worker that asked."""
+        a = self.assignment
+        if a is None or telling.rank not in a.seat.ranks or telling.generation != a.generation:
+            return
+        if self._prepared.get(telling.rank) == telling.step:
+            del self._prepared[telling.rank]
+        say: dict[str, Any] = {"generation": generation or telling.generation}
+        say["step"] = telling.step
+        local_rank = a.seat.ranks.index(telling.rank)
+        if isinstance(telling, m.Commit):
+            self.crew.tell(local_rank, "commit", within=telling.within, **say)
+        else:
+            self.events.record("commit_refused", step=telling.step, why=telling.reason)
+            self.crew.tell(local_rank, "refused", reason=telling.reason, **say)
 
     def _event(self, rank: int, kind: str, facts: Mapping[str, Any]) -> None:
         self.bond.say(m.WorkerEvent(self.crew.generation, rank, kind, facts))
@@ -322,6 +354,8 @@ class NodeAgent:
                 self.hands.kill(telling.rank, telling.why)
         elif isinstance(telling, m.Dump):
             self._dump(telling)
+        elif isinstance(telling, m.Commit | m.Refused):
+            self._answer(telling)
         elif isinstance(telling, m.Recovered):
             self._recovered(telling)
         elif isinstance(telling, m.Park):
@@ -363,6 +397,8 @@ class NodeAgent:
         self.bond.say(
             m.Join(self.me, self.nodes.epoch, self.assignment, offer, self._share(), self._last)
         )
+        for rank, step in self._prepared.items():  # whoever was asked may have forgotten
+            self._event(rank, "prepared", {"step": step})
 
     def _share(self) -> m.Share | None:
         """What has become of the workers here."""
@@ -408,6 +444,7 @@ class NodeAgent:
             use_agent_store=True,
             agent_env={**os.environ, **self.config.environment},
         )
+        env["PHALANX_FENCED"] = "1"  # ask before a checkpoint gets its name
         virtual = self.config.virtual_local_rank
         worker_env.put_local_rank(env, local_rank, virtual, os.environ)
         return env
@@ -504,6 +541,7 @@ class NodeAgent:
             if local_rank not in fresh:
                 self.crew.tell(local_rank, "leave", generation=a.generation - 1)
         self.crew.ranks = a.seat.ranks
+        self._prepared = {}
         try:
             self._open_store(a, beside=True)
             for local_rank in sorted(fresh):
@@ -612,6 +650,7 @@ class NodeAgent:
         self._began_stop = None
         self._told_step = None
         self._in_loop, self._finished, self._failed = set(), set(), None
+        self._prepared = {}
         self.crew.workers = {}
         self.crew.close_store()
 

@@ -18,6 +18,8 @@ import json
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 import torch.distributed
 
 from phalanx.training import codec, rng, state
+from phalanx.training.link import Permit
 
 dist: Any = torch.distributed
 
@@ -36,12 +39,18 @@ class Superseded(RuntimeError):
     """A newer generation has committed in this directory; this one may not."""
 
 
+class NotCommitted(RuntimeError):
+    """The checkpoint is written, but may not count: the job may have gone on elsewhere."""
+
+
 class Checkpoints:
     """The checkpoints in one directory. Makes the directory when it is first written to."""
 
     def __init__(self, path: str | os.PathLike[str], keep: int = 2) -> None:
         self.path = Path(path)
         self.keep = max(1, keep)
+        #: asked with (generation, step) before a checkpoint gets its name; None: nobody is
+        self.ask: Callable[[int, int], Permit] | None = None
 
     def committed(self) -> dict[int, dict[str, Any]]:
         """Step to commit mark, of all whole checkpoints."""
@@ -78,7 +87,7 @@ class Checkpoints:
     ) -> None:
         """Write the state after ``step``, and ``extra`` of rank 0. Called by all ranks.
 
-        :raises Superseded: see there. :raises OSError: storage.
+        :raises Superseded, NotCommitted: see there; on rank 0. :raises OSError: storage.
         """
         final = self.path / f"step-{step:010d}"
         draft = self.path / f"draft-{step:010d}-{generation}"
@@ -141,6 +150,7 @@ class Checkpoints:
         mark = {"step": step, "generation": generation, "world": world, "format": 1}
         _write(draft / _MARK, json.dumps(mark).encode())
         _sync(draft)
+        self._await_permit(generation, step)
         if final.exists():
             old = self.path / f"draft-old-{step:010d}"
             shutil.rmtree(old, ignore_errors=True)
@@ -148,6 +158,14 @@ class Checkpoints:
         draft.rename(final)
         _sync(self.path)
         self._prune(generation)
+
+    def _await_permit(self, generation: int, step: int) -> None:
+        if self.ask is None:
+            return
+        permit = self.ask(generation, step)
+        if permit.until is None or time.monotonic() >= permit.until:
+            why = permit.why or "the coordinator's word came too late"
+            raise NotCommitted(f"the checkpoint of step {step} does not count: {why}")
 
     def _prune(self, generation: int) -> None:
         steps = sorted(self.committed())

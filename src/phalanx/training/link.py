@@ -84,8 +84,17 @@ class Dump:
         return cls(generation, step, tuple(map(_number, writers)), fields.get("commit") is True)
 
 
+@dataclass(frozen=True)
+class Permit:
+    """Whether a checkpoint may have its mark: ``until`` (CLOCK_MONOTONIC seconds), or not, why."""
+
+    until: float | None
+    why: str = ""
+
+
 class Link:
-    """Hears ``leave``, ``join``, ``stop_at``, ``dump`` and ``exit``; sends the answers.
+    """Hears ``leave``, ``join``, ``stop_at``, ``dump``, ``exit``, ``commit`` and ``refused``;
+    sends the answers.
 
     ``on_leave(generation)`` is called in the link's own thread, at once. As long as it returns
     true (the main thread is still in that generation) it is called again each half second.
@@ -99,6 +108,7 @@ class Link:
         self._join: Join | None = None
         self.stop_at: int | None = None
         self._dumps: list[Dump] = []
+        self._permit: tuple[int, int, float | None, str] | None = None
         self.exit_code: int | None = None
         self.closed = False
         self.kept: dict[str, int] | None = None
@@ -174,6 +184,14 @@ class Link:
             elif message.type == "dump":
                 with contextlib.suppress(ValueError):
                     self._dumps.append(Dump.of(fields))
+            elif message.type in ("commit", "refused"):
+                within = fields.get("within") if message.type == "commit" else None
+                self._permit = (
+                    _number(fields.get("generation")),
+                    _number(fields.get("step")),
+                    float(within) if isinstance(within, int | float) else None,
+                    str(fields.get("reason", "refused")),
+                )
             elif message.type == "exit":
                 self.exit_code = _number(fields.get("code", 1))
             if over > self.left:
@@ -241,6 +259,35 @@ class Link:
         with self._news:
             self._news.wait_for(lambda: self.kept is not None or self.closed, timeout)
             return dict(self.kept or {})
+
+    def may_commit(self, generation: int, step: int, timeout: float) -> Permit:
+        """Ask whether the checkpoint of ``step`` may have its mark (`prepared`).
+
+        Waits ``timeout`` seconds at most; less when ``generation`` is over.
+        """
+        asked = time.monotonic()
+        with self._news:
+            self._permit = None
+        if not self.say("prepared", generation=generation, step=step):
+            return Permit(None, "the agent cannot be asked")
+
+        def told() -> bool:
+            return self._permit is not None and self._permit[:2] == (generation, step)
+
+        with self._news:
+            self._news.wait_for(
+                lambda: (
+                    told() or self.left >= generation or self.closed or self.exit_code is not None
+                ),
+                timeout,
+            )
+            if not told():
+                over = self.left >= generation
+                why = f"generation {generation} is over" if over else "nobody answered"
+                return Permit(None, why)
+            assert self._permit is not None
+            _, _, within, why = self._permit
+        return Permit(None, why) if within is None else Permit(asked + within)
 
     # -- saying --------------------------------------------------------------
 

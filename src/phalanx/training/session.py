@@ -27,7 +27,7 @@ from phalanx.process.channel import HELD
 from phalanx.process.page import ProgressPage
 from phalanx.recovery.ladder import RETRYABLE, Kind
 from phalanx.training import state
-from phalanx.training.checkpoint import Checkpoints
+from phalanx.training.checkpoint import Checkpoints, NotCommitted
 from phalanx.training.data import Batches
 from phalanx.training.faults import classify
 from phalanx.training.groups import BACKEND, Fabric, install
@@ -130,6 +130,9 @@ class Job(Member):
             self._open_plain()
             return
         self._link = link
+        if self._checkpoints is not None and os.environ.get("PHALANX_FENCED") == "1":
+            limit = self._decision_timeout
+            self._checkpoints.ask = lambda g, step: link.may_commit(g, step, limit)
         self._page = ProgressPage.from_environment()
         if self._page is not None:
             if self._page.hold():
@@ -539,6 +542,9 @@ class Job(Member):
     def save(self) -> None:
         """Write a checkpoint of the last finished step. On all ranks, between steps.
 
+        On several nodes one that may not count is left without its name, with a warning: the
+        job may have gone on without this node.
+
         :raises RuntimeError: no checkpoint directory was given.
         """
         if self._checkpoints is None:
@@ -547,15 +553,18 @@ class Job(Member):
             raise RuntimeError("save() is for inside the loop of steps()")
         if self._page is not None:
             self._page.beat(phase="checkpoint")
-        self._checkpoints.save(
-            self._last(),
-            self.generation,
-            self._protected,
-            self._guard,
-            self.rank,
-            self.world,
-            self._extra(),
-        )
+        try:
+            self._checkpoints.save(
+                self._last(),
+                self.generation,
+                self._protected,
+                self._guard,
+                self.rank,
+                self.world,
+                self._extra(),
+            )
+        except NotCommitted as error:
+            log.warning("%s", error)
         if self._page is not None:
             self._page.beat(phase="between")
 
