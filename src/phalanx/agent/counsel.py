@@ -149,8 +149,6 @@ class Counsel:
 
     def _run(self) -> None:
         try:
-            import grpc
-
             from phalanx.client import Credentials, Declaration, Link
             from phalanx.recovery.model import Node
 
@@ -180,7 +178,7 @@ class Counsel:
                 answer = send(link)
                 if answer.code:
                     log.info("%s: %s %s", what, answer.code, answer.info)
-            except (ConnectionError, grpc.RpcError) as error:
+            except Exception as error:  # whatever is wrong with one report: the next are told
                 if not self._closing.is_set():
                     log.warning("the controller was not told of %s: %s", what, error)
 

@@ -480,7 +480,10 @@ class Crew:
             self.supervisor.wake()
 
         # looking into every process takes a while: the loop goes on meanwhile
-        threading.Thread(target=look, name="phalanx-stacks", daemon=True).start()
+        try:
+            threading.Thread(target=look, name="phalanx-stacks", daemon=True).start()
+        except RuntimeError:  # no more threads for this user: without the stacks, then
+            self._found.append(hung)
 
     def _end_hung(self, hung: Mapping[WorkerProcess, str], now: float) -> None:
         """Kill what hangs: the rest is a death like any other. Those that are all in the same

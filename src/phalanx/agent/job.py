@@ -77,7 +77,7 @@ class JobAgent(SimpleElasticAgent):
             config.signals, supervisor.wake, lambda number: self.crew.pass_on(number)
         )
         self.crew = Crew(config, supervisor, console, events, health)
-        self.crew.stop_asked = self.signals.asked
+        self.crew.stop_asked = self._no_more_starts
         self.story = Story(config, console, events)
         self.counsel: Counsel | None = None
         self.in_place = self._recovery()
@@ -247,6 +247,13 @@ class JobAgent(SimpleElasticAgent):
         if self._stop is not None and (self.signals.hurry() or now >= self._stop_by):
             self._shutdown_timeout = max(1, round((1 - STOP_SHARE) * self._shutdown_timeout))
             raise self._stop
+
+    def _no_more_starts(self) -> bool:
+        """A stop that the ranks are ending their loops for lets a recovery come to its end, while
+        there is time."""
+        if self._stop is None:
+            return self.signals.asked()
+        return self.signals.hurry() or pause.now() >= self._stop_by
 
     def _patience(self) -> float:
         """Seconds until something is due, at most the monitor interval."""

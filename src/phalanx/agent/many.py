@@ -251,7 +251,7 @@ class NodeAgent:
             return
         rank = self.crew.ranks[worker.local_rank]
         event = event_of(rank, message, self.crew.generation)
-        if event is not None:
+        if event is not None and type(event).__name__ in _KINDS:
             self._speaks = True
             if message.type == "hello":
                 self._in_loop.add(rank)
@@ -758,6 +758,8 @@ def _facts_of(end: report.WorkerEnd) -> dict[str, Any]:
     facts = dataclasses.asdict(end)
     facts["stderr_tail"] = tuple(end.stderr_tail)[-EVIDENCE:]
     facts["traceback"] = end.traceback[-8000:]
+    if end.exception is not None:
+        facts["exception"] = str(end.exception)[:8000]
     return facts
 
 

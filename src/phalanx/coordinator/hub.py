@@ -244,6 +244,8 @@ class Hub:
     def _committed(self, effects: Sequence[model.Effect]) -> bool:
         """Whether what the effects tell of is where it lasts."""
         facts = facts_of(self.facts, effects)
+        # an earlier epoch's verdict is not this one's
+        facts = replace(facts, verdict=getattr(self.state, "verdict", facts.verdict))
         if facts == self.facts:
             return True
         assert self._commit is not None

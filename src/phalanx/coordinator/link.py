@@ -166,9 +166,13 @@ class Stream:
 
     async def hello(self, hello: words.Hello, term: int, timeout: float) -> Any:
         """Sends Hello; the answer. Raises Unreachable, or Refused."""
-        try:
+
+        async def ask() -> Any:
             await self._stream.write(wire.seal(hello, term=term))
-            data = await asyncio.wait_for(self._stream.read(), timeout)
+            return await self._stream.read()
+
+        try:
+            data = await asyncio.wait_for(ask(), timeout)
             if data is grpc.aio.EOF:
                 raise _failure(*await self._status(), "the endpoint")
             envelope = wire.unseal(data)

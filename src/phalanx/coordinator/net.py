@@ -60,19 +60,21 @@ async def reach(endpoint: str, timeout: float, local: str = "") -> Reached:
     reason = "no answer"
     # IPv4 first: a name such as localhost has both, and a listener often only that.
     for family, _, _, _, address in sorted(found, key=lambda e: e[0] != socket.AF_INET)[:4]:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
                 if local:
                     probe.bind((local, 0))
                 await asyncio.wait_for(loop.sock_connect(probe, address), timeout)
                 return Reached(str(address[0]), port, str(probe.getsockname()[0]).split("%")[0])
-            except (TimeoutError, asyncio.TimeoutError):
-                reason = "no answer"
-            except ConnectionRefusedError:
-                reason = REFUSED
-            except OSError as error:
-                reason = (error.strerror or str(error)).lower()
+        except (TimeoutError, asyncio.TimeoutError):
+            reason = "no answer"
+        except ConnectionRefusedError:
+            reason = REFUSED
+        except OSError as error:
+            if error.errno == errno.EAFNOSUPPORT and reason != "no answer":
+                continue  # what its other address said counts
+            reason = (error.strerror or str(error)).lower()
     raise Unreachable(reason)
 
 
@@ -84,13 +86,12 @@ def own_address(host: str) -> str | None:
     except (OSError, UnicodeError):
         return None
     for family, kind, _, _, address in sorted(found, key=lambda e: e[0] != socket.AF_INET):
-        with socket.socket(family, kind) as probe:
-            try:
+        try:
+            with socket.socket(family, kind) as probe:
                 probe.bind((address[0], 0, *address[2:]))
                 return str(address[0]).split("%")[0]
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    continue
+        except OSError:
+            continue
     return None
 
 

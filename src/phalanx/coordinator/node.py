@@ -217,11 +217,18 @@ class CoordinatorNode:
             self._joined = True
             connection.say(saying)
             while self._unsaid:
-                connection.say(self._unsaid.popleft())
+                self._pass_on(connection, self._unsaid.popleft())
         elif connection is not None and self._joined:
-            connection.say(saying)
+            self._pass_on(connection, saying)
         elif type(saying) is not model.Progress:
             self._unsaid.append(saying)
+
+    @staticmethod
+    def _pass_on(connection: link.Connection, saying: model.Saying) -> None:
+        try:
+            connection.say(saying)
+        except wire.WireError as error:
+            log.error("%s could not be told: %s", type(saying).__name__, error)
 
     async def _live(self) -> None:
         try:

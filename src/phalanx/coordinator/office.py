@@ -13,6 +13,8 @@ import logging
 import math
 from collections.abc import Callable
 
+import grpc
+
 from phalanx.controller.etcd import EtcdJournal, owner
 from phalanx.controller.journal import JournalError, StoredJob, WriteFailed
 from phalanx.coordinator import wire
@@ -60,7 +62,7 @@ class Office:
                 known = wire.decode("Facts", stored.body.encode(), _KNOWN)
             facts = Facts(known.term + 1, known.generation, known.attempt)
             held.write({_KEY: StoredJob(wire.encode(facts).decode(), False)}, {})
-        except (WriteFailed, wire.WireError) as error:
+        except (WriteFailed, wire.WireError, grpc.RpcError) as error:
             held.close()
             raise JournalError(f"etcd at {self.etcd}, {self.prefix}: {error}") from None
         self._held = held

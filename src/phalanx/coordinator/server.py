@@ -97,6 +97,7 @@ class Server:
         self._sweeper: asyncio.Task[None] | None = None
         self._awake = time.monotonic()  # when the sweeper ran last
         self._nap = job.silence / 2
+        self._slept = float("-inf")  # when it was seen last that this process had not run
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -162,6 +163,8 @@ class Server:
             self._awake = time.monotonic()
             if self.hub is not None:
                 late = loop.time() - due
+                if late > self._nap:
+                    self._slept = self._awake
                 if self.on_cut_off is not None and (
                     late > self._nap or self.hub.all_quiet(self.job.silence)
                 ):
@@ -344,7 +347,10 @@ class Server:
         finally:
             if self.on_cut_off is not None and time.monotonic() - self._awake > self._nap:
                 self.on_cut_off()  # we did not run, and they have left us for that
-            hub.rises(chair, how)
+            now = time.monotonic()
+            slept = now - self._awake > self._nap or now - self._slept < self.job.silence
+            # who has not run cannot say whether the others have ended, or have left it
+            hub.rises(chair, how, silent=slept)
             if not ended:
                 writer.cancel()
         if ended:

@@ -8,6 +8,7 @@ the agents come back to it.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -75,7 +76,9 @@ class Journal:
         try:
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
-                os.write(fd, wire.encode(what))
+                body = wire.encode(what)
+                if os.write(fd, body) != len(body):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(fd)
             finally:
                 os.close(fd)

@@ -194,8 +194,6 @@ class Keeper:
                 launch.close_all(fds)
                 return
             ready = next((kid for kid in self.standbys if kid.ready), None)
-            if ready is None and self.standbys and self.nursery is None:
-                ready = self.standbys[0]  # soon
             if ready is not None:
                 self.use_standby(ready, order, fds)
                 return

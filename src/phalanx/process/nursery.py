@@ -159,7 +159,7 @@ def _live(order: dict[str, Any], fds: list[int], keeper: int, name: str) -> NoRe
             wire.send(line, {"ev": "ready"})
             order, fds = _receive(line)
         except wire.Hangup:
-            os._exit(0)
+            os._exit(1)  # should an order have been lost with the line, this was no success
         line.close()
         launch.expect_adoption(keeper)  # it is: the next look finds the keeper at once
     if order["op"] == "store":

@@ -63,7 +63,7 @@ def rehearse() -> bool:
     while _threads() - before and time.monotonic() < end:
         time.sleep(0.001)  # joined is not yet gone, and the kernel tells nobody when it is
     if not done or _threads() - before:
-        os._exit(0)
+        os._exit(1)
     return done[0]
 
 
@@ -72,7 +72,8 @@ def _on_cpu(torch: Any) -> bool:
         return False
     built = torch.version.cuda or torch.version.hip or getattr(torch.version, "xpu", None)
     return not built or not any(
-        name.startswith(("nvidia", "kfd", "dri", "accel", "davinci")) for name in os.listdir("/dev")
+        name.startswith(("nvidia", "nvhost", "nvmap", "dxg", "kfd", "dri", "accel", "davinci"))
+        for name in os.listdir("/dev")
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -44,6 +46,16 @@ class Notice:
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._before = signal.signal(signal.SIGTERM, self._on_signal)
         threading.Thread(target=self._watch, args=(self._pipe[0],), daemon=True).start()
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def _in_child(self) -> None:
+        """A child of the program is not the one that is asked to stop."""
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
+            self._pipe = None
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
 
     def _on_signal(self, *_: Any) -> None:
         self.heard = True
@@ -51,19 +63,21 @@ class Notice:
     def _watch(self, fd: int) -> None:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
-        patience: float | None = None
+        until: float | None = None
         while True:
-            if not poll.poll(patience):
+            left = None if until is None else max(0.0, until - time.monotonic()) * 1000
+            if not poll.poll(left):
                 os._exit(128 + signal.SIGTERM)
             said = os.read(fd, 4096)
             if not said or 0 in said:  # closed, or all have agreed
                 os.close(fd)
                 return
             if self._wakeup >= 0:
-                os.write(self._wakeup, said)
+                with contextlib.suppress(OSError):
+                    os.write(self._wakeup, said)
             if signal.SIGTERM in said:
                 self.heard = True
-                patience = self._grace * 1000
+                until = until or time.monotonic() + self._grace
 
     def agreed(self) -> bool:
         """Whether any rank has had the notice. By all ranks, at the end of each step."""
