@@ -84,6 +84,7 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment.update({k: str(v) for k, v in env.items()}, BENCH_OUT=str(folder))
+    environment["TMPDIR"] = str(folder)  # torchrun leaves its log folder behind
     environment.setdefault("OMP_NUM_THREADS", "1")
     # with its defaults torchrun's restarts hang in two of five runs (stale store keys)
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
