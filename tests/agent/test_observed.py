@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import select
 import signal
 import socket
+import subprocess
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -47,7 +51,7 @@ def test_the_four_paths_answer_truly_in_every_phase(job) -> None:
     )
     run.until(lambda: run.said().count("up 0") == 2)
     assert ask(port, "/livez")[0] == 200
-    assert ask(port, "/readyz")[0] == 200
+    run.until(lambda: ask(port, "/readyz")[0] == 200)  # they may be up before we are told
     status = json.loads(ask(port, "/status")[1])
     assert [w["rank"] for w in status["workers"]] == [0, 1]
     assert [w["step"] for w in status["workers"]] == [1, 1]
@@ -69,6 +73,95 @@ def test_the_four_paths_answer_truly_in_every_phase(job) -> None:
     run.until(lambda: ask(port, "/readyz")[0] == 200)
     (run.folder / "end").touch()
     assert run.wait() == 0, run.err
+
+
+class Onlooker(threading.Thread):
+    """Asks all four paths again and again, from the first answer until there is none."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self.port = port
+        self.live: set[tuple[int, str]] = set()
+        self.status: list[dict] = []
+        self.metrics: list[str] = []
+        self.ready: list[tuple[int, str]] = []
+        self.wrong: list[str] = []
+        self.process: subprocess.Popen[str] | None = None
+
+    def run(self) -> None:
+        began = False
+        while True:
+            try:
+                self.live.add(ask(self.port, "/livez"))
+                began = True
+                self.ready.append(ask(self.port, "/readyz"))
+                code, text = ask(self.port, "/status")
+                if code == 200:
+                    self.status.append(json.loads(text))
+                else:
+                    self.wrong.append(text)
+                code, text = ask(self.port, "/metrics")
+                (self.metrics if code == 200 else self.wrong).append(text)
+            except (OSError, http.client.HTTPException) as error:
+                assert self.process is not None
+                if began or self.process.poll() is not None:
+                    self.last = repr(error)
+                    return
+                select.select([], [], [], 0.01)
+
+
+def test_whoever_asks_all_the_time_is_always_told_the_truth(job) -> None:
+    port = free_port()
+    onlooker = Onlooker(port)
+    run = job(
+        f"--nproc-per-node 2 --max-restarts 2 --health-check-port {port} --preload ctypes",
+        """
+        import phalanx
+        say("up", ATTEMPT, RANK, os.getpid())
+        phalanx.progress(10 * ATTEMPT + 1)
+        if ATTEMPT < 2:
+            wait_for(f"fall {ATTEMPT}")
+            if RANK == 1: os._exit(5)
+        wait_for(f"end {RANK}")
+        """,
+    )
+    onlooker.process = run.process
+    onlooker.start()
+
+    def told(what: str, values: list) -> None:
+        def so() -> bool:
+            (s,) = onlooker.status[-1:] or [{"ready": False}]
+            return s["ready"] and [w[what] for w in s["workers"]] == values
+
+        run.until(so)
+
+    for attempt in range(2):
+        told("step", [10 * attempt + 1] * 2)
+        (run.folder / f"fall {attempt}").touch()
+    told("step", [21, 21])
+    (run.folder / "end 0").touch()  # rank 1 is still at work: it waits for nothing but us
+    told("alive", [False, True])
+    assert onlooker.is_alive(), onlooker.last
+    (run.folder / "end 1").touch()
+    assert run.wait() == 0, run.err
+    onlooker.join(60)
+    assert not onlooker.is_alive()
+    assert not onlooker.wrong
+    assert onlooker.live == {(200, "ok\n")}
+    assert {code for code, _ in onlooker.ready} <= {200, 503}
+    processes = {tuple(map(int, line.split()[1:])) for line in run.said()}
+    seen = set()
+    for status in onlooker.status:
+        workers = status.get("workers", ())
+        assert status["ready"] <= (len(workers) == 2), status
+        seen |= {(status["attempt"], w["rank"], w["pid"]) for w in workers}
+        for worker in workers:
+            assert worker["alive"] == (worker["returncode"] is None), status
+            assert worker["step"] in (None, 10 * status["attempt"] + 1), status
+    assert seen == processes
+    restarts = [float(line.split()[1]) for text in onlooker.metrics for line in text.splitlines()
+                if line.startswith("phalanx_restarts_total ")]  # fmt: skip
+    assert restarts == sorted(restarts) and set(restarts) == {0.0, 1.0, 2.0}
 
 
 def test_a_health_port_in_use_costs_a_line_and_no_training(job) -> None:

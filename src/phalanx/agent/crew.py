@@ -109,7 +109,7 @@ class Crew:
         self.stacks: Path | None = None  # saved, and not spoken of yet
         self.store: StoreProcess | None = None
         self._old_stores: list[StoreProcess] = []  # of the generations of this episode
-        self._attempt = 0
+        self.attempt = 0
         self._all: list[WorkerProcess] = []  # with replaced ones that are not gone yet
         self._envs: dict[int, dict[str, str]] = {}
         self._kept: dict[int, dict[str, int]] = {}
@@ -147,7 +147,9 @@ class Crew:
 
         Raises CannotStart when there can be no log files.
         """
-        self.ranks, self.generation, self._attempt = tuple(ranks), generation, attempt
+        self._all, self.hung, self.workers, self._marks = [], {}, {}, {}
+        self.generation, self.attempt = generation, attempt
+        self.ranks = (*ranks,)  # the last, and another object: see `_lineup`
         self._envs = envs
         for env in envs.values():
             env["PHALANX_GENERATION"] = str(generation)
@@ -175,7 +177,6 @@ class Crew:
         for local_rank, path in dest.error_files.items():
             _forget(path)
             envs[local_rank].setdefault("TORCHELASTIC_ERROR_FILE", path)
-        self._all, self.hung, self.workers, self._marks = [], {}, {}, {}
 
     def start(self) -> list[WorkerProcess]:
         """Start a process for every local rank, all or none; fewer only when ``stop_asked``.
@@ -530,7 +531,7 @@ class Crew:
         from phalanx.watchdog.stacks import save_stacks
 
         root = Path(self.streams.specs.root_log_dir or ".")
-        folder = root / "stacks" / f"attempt_{self._attempt}"
+        folder = root / "stacks" / f"attempt_{self.attempt}"
         ranks = {
             w.pid: f"rank_{self.ranks[w.local_rank]}"
             for w in list(self.workers.values())
@@ -726,15 +727,33 @@ class Crew:
             return None
         return self._oom.explain(mark, worker.returncode, worker.max_rss)
 
-    def facts(self) -> list[dict[str, Any]]:
+    def lacks(self) -> str:
+        """Which workers ought to run and do not; "": none. From any thread, without waiting."""
+        *_, workers = self._lineup()
+        dead = [rank for rank, w in workers if not w.alive and w.returncode != 0]
+        if dead:
+            return f"dead: rank {report.ranges(dead)}"
+        return "" if any(w.alive for _, w in workers) else "no worker runs"
+
+    def _lineup(self) -> tuple[int, int, list[tuple[int, WorkerProcess]]]:
+        """Generation, attempt, and the workers with their global ranks, all of one moment."""
+        while True:
+            ranks = self.ranks
+            generation, attempt = self.generation, self.attempt
+            workers = list(self.workers.values())
+            if self.ranks is ranks:
+                return generation, attempt, [(ranks[w.local_rank], w) for w in workers]
+
+    def facts(self) -> dict[str, Any]:
         """Ranks, pids, states, progress for ``/status``. From any thread, without waiting."""
+        generation, attempt, lineup = self._lineup()
         workers = []
-        for worker in list(self.workers.values()):
+        for rank, worker in lineup:
             progress = worker.page.read()
             workers.append(
                 {
                     "local_rank": worker.local_rank,
-                    "rank": self.ranks[worker.local_rank],
+                    "rank": rank,
                     "pid": worker.pid,
                     "incarnation": worker.incarnation,
                     "warm": worker.warm,
@@ -747,7 +766,7 @@ class Crew:
                     else None,
                 }
             )
-        return workers
+        return {"generation": generation, "attempt": attempt, "workers": workers}
 
 
 def _cannot_start(error: OSError | ValueError) -> CannotStart:

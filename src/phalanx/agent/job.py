@@ -422,13 +422,11 @@ class JobAgent(SimpleElasticAgent):
         return {
             "run_id": self.config.run_id,
             "state": self._worker_group.state.value,
-            "generation": self.crew.generation,
-            "attempt": self._restart_count(),
+            **self.crew.facts(),
             "restarts_left": self._remaining_restarts,
             "recoveries_in_place": self.story.timeline.in_place,
             "recovering": episode.cause if episode else None,
             "controller": " ".join(self.counsel.link_state) if self.counsel else None,
-            "workers": self.crew.facts(),
         }
 
 

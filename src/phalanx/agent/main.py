@@ -65,6 +65,7 @@ class Surroundings:
     def of(self, agent: Agent) -> None:
         """It is this agent's from now on."""
         self.health.facts, self.health.numbers = agent.facts, agent.numbers
+        self.health.lacks = agent.crew.lacks
         supervisor = agent.supervisor
 
         def turn() -> None:

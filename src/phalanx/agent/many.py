@@ -737,6 +737,7 @@ class NodeAgent:
         """For ``/status``: membership, ranks, pids, progress. From any thread."""
         a = self.assignment
         return {
+            **self.crew.facts(),
             "run_id": self.config.run_id,
             "node": self.me.id,
             "address": self.me.address,
@@ -749,7 +750,6 @@ class NodeAgent:
             "ranks": list(a.seat.ranks) if a else [],
             "recoveries_in_place": self.story.timeline.in_place,
             "coordinator": dict(self.bond.facts()),
-            "workers": self.crew.facts(),
         }
 
 

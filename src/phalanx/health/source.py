@@ -77,6 +77,7 @@ class LoopHealth:
         self.limit = limit
         self.facts = facts
         self.numbers = numbers
+        self.lacks: Callable[[], str] | None = None  # what is not as it should be; "": nothing
         self._lock = threading.Lock()
         self._started = self._ticked = time.monotonic()
         self._ticked_wall = time.time()
@@ -121,7 +122,12 @@ class LoopHealth:
 
     def ready(self) -> tuple[bool, str]:
         alive, why = self.alive()
-        return self._ready if alive else (False, why)
+        if not alive:
+            return False, why
+        ready, why = self._ready
+        if ready and self.lacks is not None:
+            why = self.lacks()
+        return ready and not why, why
 
     def status(self) -> Mapping[str, Any]:
         alive, why = self.alive()
