@@ -197,6 +197,32 @@ def test_a_program_with_a_session_is_run_by_our_own_agent(session, monkeypatch):
     assert (asked.addresses, asked.timeout, asked.job, asked.token) == (("c:1",), 30.0, "task", "t")
 
 
+def test_no_option_of_torchrun_is_lost_on_the_way(session, monkeypatch):
+    """What torchrun's own parser makes of all its options arrives as if we had parsed them."""
+    pytest.importorskip("torch")
+    from mindx_elastic import _own
+    from torch.distributed import run as torchrun
+
+    from phalanx.cli.options import parse
+    from phalanx.cli.run import config_from
+
+    monkeypatch.setenv("PHALANX_RESET_FILE", str(session / "none"))
+    words = [
+        "--nproc-per-node", "2", "--max-restarts", "4", "--monitor-interval", "0.25",
+        "--role", "r", "--rdzv-id", "j", "--log-dir", str(session), "--redirects", "0:1",
+        "--tee", "3", "--local-ranks-filter", "0,1", "--duplicate-stdout-filters", "a,,b,c",
+        "--duplicate-stderr-filters", "d", "--signals-to-handle", "SIGTERM,SIGUSR1",
+        "--virtual-local-rank", "--shutdown-timeout", "7", "--event-log-handler", "console",
+        "--local-addr", "127.0.0.2",
+        "--numa-binding", "node", str(session / "train.py"), "--lr", "1",
+    ]  # fmt: skip
+    config, entrypoint, args = torchrun.config_from_args(torchrun.parse_args(words))
+    line = _own.words(config, entrypoint, args)
+    assert line is not None
+    ours = config_from(parse(line, {}))
+    assert ours == config_from(parse(words, {})), line
+
+
 def test_the_rest_stays_with_torchs_agent(session, monkeypatch):
     from mindx_elastic import _own
 

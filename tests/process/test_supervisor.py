@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -513,6 +514,50 @@ def test_nothing_is_left_open_after_many_rounds(scene):
     assert not syscalls.is_subreaper()
     threads = [t.name for t in threading.enumerate()]
     assert "phalanx-death" not in threads
+
+
+@pytest.mark.parametrize("end", ["taken back", "closed"])
+def test_descriptors_that_nobody_was_told_of_are_closed(scene, tmp_path, end):
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(300)\n")
+    plan = PreloadPlan(modules=("slow_to_import",), first_path=str(tmp_path))
+    supervisor = scene.supervisor(plan)
+    speaker = scene.program("""
+        import os, time
+        from phalanx.process.worker import attach
+        attach()[1].send("keep", (os.memfd_create("a note for nobody"),), name="note", size=0)
+        time.sleep(300)
+    """)
+
+    def notes() -> int:
+        links = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+        return sum("a note for nobody" in os.readlink(p) for p in links if p.is_symlink())
+
+    def heard() -> bool:
+        return any(isinstance(h, WorkerSpoke) for h in supervisor._pending)
+
+    class Enough(Exception):
+        pass
+
+    def turn() -> None:
+        if heard():
+            assert notes() == 1
+            supervisor.on_turn = None
+            raise Enough
+
+    if end == "taken back":
+        never = scene.order(scene.program("pass"), rank=1, warm=True)
+        supervisor.on_turn = turn
+        with pytest.raises(Enough):  # while it waits for the import
+            supervisor.start([scene.order(speaker), never])
+        assert supervisor.running() == []
+    else:
+        supervisor.start([scene.order(speaker)])
+        limit = time.monotonic() + 60
+        while not heard():
+            assert time.monotonic() < limit
+            supervisor.pump(1.0)
+        supervisor.close(grace=0)
+    assert notes() == 0
 
 
 def test_before_open_and_after_close():

@@ -27,8 +27,11 @@ def words(config: Any, entrypoint: Any, args: Sequence[str]) -> list[str] | None
         return None
     logs = _logs(config.logs_specs)
     program = _program(entrypoint, list(args))
+    numa = getattr(config, "numa_options", None)
     if logs is None or program is None:
         return None
+    if numa is not None and numa.should_fall_back_if_binding_fails:
+        return None  # ours refuses to start what it cannot bind
     made = [
         "--nproc-per-node", str(config.nproc_per_node),
         "--max-restarts", str(config.max_restarts),
@@ -48,6 +51,15 @@ def words(config: Any, entrypoint: Any, args: Sequence[str]) -> list[str] | None
         made += ["--signals-to-handle", config.signals_to_handle]
     if getattr(config, "virtual_local_rank", False):
         made.append("--virtual-local-rank")
+    if getattr(config, "shutdown_timeout", None) is not None:
+        made += ["--shutdown-timeout", str(config.shutdown_timeout)]
+    if getattr(config, "event_log_handler", "null") != "null":
+        made += ["--event-log-handler", config.event_log_handler]
+    for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+        if texts := [text.replace(",", ",,") for text in getattr(config, name, None) or ()]:
+            made += [f"--{name.replace('_', '-')}", ",".join(texts)]
+    if numa is not None:
+        made += ["--numa-binding", str(numa.affinity_mode.value)]
     return made + program
 
 

@@ -429,6 +429,7 @@ class Supervisor:
         if self._epoll is not None:
             self._epoll.close()
             self._epoll = None
+        _refuse(self._pending)
         self._pending.clear()
         self._deaths.clear()
         self._opened = False
@@ -548,11 +549,9 @@ class Supervisor:
             if self._workers.pop(worker.id, None) is not None:
                 self._release(worker)
         taken = set(map(id, workers))
-        self._pending = [
-            happening
-            for happening in self._pending
-            if id(getattr(happening, "worker", None)) not in taken
-        ]
+        theirs = [h for h in self._pending if id(getattr(h, "worker", None)) in taken]
+        self._pending = [h for h in self._pending if id(getattr(h, "worker", None)) not in taken]
+        _refuse(theirs)
 
     def tidy(self, path: str) -> None:
         """Have the keeper remove this when the agent is killed, and so cannot do it itself.
@@ -1032,6 +1031,13 @@ def _readable(fd: int, timeout: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout * 1000))
+
+
+def _refuse(happenings: Iterable[Happening]) -> None:
+    """Close the descriptors of messages that nobody will be told of."""
+    for happening in happenings:
+        if isinstance(happening, WorkerSpoke):
+            launch.close_all(happening.message.fds)
 
 
 def _reap(pid: int) -> int | None:
