@@ -23,6 +23,7 @@ from phalanx.recovery.episode import (
     Recovered,
     Regroup,
     Replace,
+    Resized,
     RestartGroup,
     State,
     Tick,
@@ -272,6 +273,16 @@ def test_the_same_exception_at_the_same_step_ends_the_job() -> None:
 
 
 KINDS = ["device", "network", "peer", "memory", "bug", "regroup", "lost-state"]
+
+
+@st.composite
+def resizes(draw: st.DrawFn, world: int) -> Resized:
+    """Some stay, under any new rank, some come."""
+    stay = draw(st.permutations(range(world)))[: draw(st.integers(0, world))]
+    places: list[int | None] = [*stay, *[None] * draw(st.integers(not stay, 2))]
+    return Resized(tuple(draw(st.permutations(places))), "x", "y", draw(st.floats(0, 20)))
+
+
 events = st.one_of(
     st.builds(Died, st.integers(0, W - 1), st.just("x"), st.none() | st.integers(0, 5)),
     st.builds(
@@ -297,6 +308,7 @@ events = st.one_of(
     ),
     st.builds(GoodStep, st.integers(0, W - 1), st.integers(0, 8), st.integers(0, 5)),
     st.builds(Finished, st.integers(0, W - 1)),
+    resizes(W),
     st.just(Tick()),
 )
 
@@ -308,6 +320,9 @@ def test_any_order_of_events(steps: list[tuple[float, Event]], loop: bool) -> No
     now, generation, restarts = 1.0, 1, 0
     for wait, event in steps:
         now += wait
+        named = event.ranks if isinstance(event, Resized) else (getattr(event, "rank", 0),)
+        if any(rank is not None and rank >= state.world for rank in named):
+            continue
         state, effects = advance(state, event, now)
         assert state.generation >= generation, "a generation never goes back"
         generation = state.generation
@@ -315,7 +330,7 @@ def test_any_order_of_events(steps: list[tuple[float, Event]], loop: bool) -> No
         for effect in effects:
             if isinstance(effect, Regroup):
                 assert effect.generation == state.generation
-                assert effect.members == tuple(range(W)), "every rank is held once"
+                assert effect.members == tuple(range(state.world)), "every rank is held once"
     assert restarts == (state.over is not None), "given up once at most, and said"
     # every wait ends: with the clock alone the episode is over after finitely many ticks
     for _ in range(50):
@@ -351,3 +366,45 @@ def test_the_step_to_stop_after_is_ahead_of_everybody(pace: list[tuple[int, floa
         assert step is not None
         assert step >= at + 2
         assert seconds * (step - at) >= 0.99 or not seconds or seconds < 1e-9
+
+
+def able(world: int = W) -> State:
+    state = State.fresh(world)
+    for rank in range(world):
+        state, _ = advance(state, Hello(rank, 1, resizes=True), 0.0)
+    return state
+
+
+def test_survivors_go_on_as_a_smaller_world_with_what_is_known_of_them() -> None:
+    state, effects = walk(able(4), (1.0, Resized((0, 3), "b was lost", "b was lost: on with 2")))
+    assert effects == [Regroup(2, (0, 1), (0, 1))]
+    assert state.world == 2
+    assert state.episode is not None
+    assert state.episode.strategy == "elastic-training"
+    assert state.episode.cause == "b was lost: on with 2"
+    events: list[tuple[float, Event]] = [(1.1, Left(r, 1)) for r in range(2)]
+    state, effects = walk(state, *events, *((1.2, GoodStep(r, 2, 7)) for r in range(2)))
+    assert [type(e) for e in effects] == [Recovered]
+
+
+def test_newcomers_are_started_and_the_others_may_finish_a_step() -> None:
+    state, effects = walk(able(2), (1.0, Resized((0, None, 1), "c came", "c came", 30.0)))
+    assert effects == [Replace(1, 2), Regroup(2, (0, 2), (0, 1, 2))]
+    assert next_deadline(state) == 1.0 + 10.0 + 30.0
+
+
+def test_one_rank_that_cannot_be_resized_restarts_the_group() -> None:
+    state, _ = walk(able(3), (0.5, Hello(1, 1)))
+    state, effects = walk(state, (1.0, Resized((0, 1), "c was lost", "c was lost")))
+    (over,) = effects
+    assert isinstance(over, RestartGroup)
+    assert "elastic-training: the program keeps its world" in over.why
+    assert "recover-in-place: no node is there to take the ranks" in over.why
+
+
+def test_a_second_loss_while_the_first_is_dealt_with() -> None:
+    state, _ = walk(able(4), (1.0, Died(1, "was killed by SIGKILL", 5)))
+    state, effects = walk(state, (1.1, Resized((0, 1), "b was lost", "b was lost")))
+    assert effects == [Regroup(3, (0, 1), (0, 1))]
+    assert state.episode is not None
+    assert (state.episode.round, state.episode.replaced) == (2, frozenset({1}))

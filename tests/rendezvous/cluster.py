@@ -64,6 +64,7 @@ class Cluster:
         self.notes: list[Note] = []
         self._queue: deque[Event] = deque()
         self.speaks = False  # the workers say hello
+        self.resizes = False  # and that they can go on in another world
         self.steps = True  # they come together again and finish a step
 
     def feed(self, event: Event) -> None:
@@ -106,10 +107,10 @@ class Cluster:
     def _work(self, agent: Agent, held: Assignment) -> None:
         for local, rank in enumerate(held.seat.ranks):
             if held.fresh is None:
-                self._event(agent, rank, "hello")
+                self._event(agent, rank, "hello", resizes=self.resizes)
                 continue
             if local in held.fresh:
-                self._event(agent, rank, "hello", waiting=True)
+                self._event(agent, rank, "hello", waiting=True, resizes=self.resizes)
             else:
                 self._event(agent, rank, "left")
             if self.steps:

@@ -322,6 +322,7 @@ class Agent:
                 tuple(r for r, w in ranks if w == "dead") if self.sim.setting.sessions else (),
                 self.done,
                 self.failed,
+                tuple(r for r, w in ranks if w == "loop") if self.sim.setting.elastic else (),
             )
         offer = f"{self.id}:{self.offered}"
         self.say(m.Join(self.node, 0, self.held, offer, share, self.last))
@@ -585,6 +586,7 @@ class Agent:
             return
         if self.group is not None:
             self.group.leave(self)
+        self._renumber(self.held.seat.ranks, a)
         self.held, self.done, self.failed, self.asked = a, False, None, None
         if a.host_of_store == self.id:
             self.offered += 1
@@ -600,19 +602,32 @@ class Agent:
                 self.event(rank, "left")
                 self.group.enter(self, rank)
 
+    def _renumber(self, old: tuple[int, ...], a: m.Assignment) -> None:
+        """The same processes, called otherwise."""
+        fresh = set(a.fresh or ())
+        for local, rank in enumerate(old):
+            if local not in fresh and a.previous[local] != rank:
+                raise Broken(f"{self.id}: rank {rank} was told that it was {a.previous[local]}")
+        now = dict(zip(old, a.seat.ranks, strict=True))
+        self.workers = {now[rank]: state for rank, state in self.workers.items()}
+        born = {now[rank]: n for rank, n in self.incarnation_of.items() if rank in now}
+        self.incarnation_of.clear()
+        self.incarnation_of.update(born)
+
     def _build(self, rank: int, a: m.Assignment, *, fresh: bool) -> None:
         self.incarnation += 1
         born = self.incarnation
         wait = self.sim.rng.uniform(0.05, 1.0)
 
         def built() -> None:
-            if self.incarnation_of.get(rank) != born or self.workers.get(rank) != "starting":
+            rank = next((r for r, n in self.incarnation_of.items() if n == born), None)
+            if rank is None or self.workers.get(rank) != "starting":
                 return
             if self.host.bad and self.sim.rng.random() < 0.5:
                 self.worker_dies(rank, "exited with code 7")
                 return
             self.workers[rank] = "loop"
-            self.event(rank, "hello", waiting=fresh)
+            self.event(rank, "hello", waiting=fresh, resizes=self.sim.setting.elastic)
             if self.group is not None:
                 self.group.enter(self, rank)
 

@@ -39,6 +39,7 @@ class Setting:
     spares: int = 1
     slots: int = 1
     sessions: bool = True
+    elastic: bool = False  # and they can go on in another world
     steps: int = 60  # what there is to train
     fault_every: float = 4.0  # seconds, on average
     kill_coordinator_at: int | None = None  # at that event
@@ -449,6 +450,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="this many seeds, one after another")
     parser.add_argument("--nodes", type=int, default=5)
     parser.add_argument("--events", type=int, default=20_000)
+    parser.add_argument("--elastic", action="store_true", help="sessions that can be resized")
     parser.add_argument("--plain", action="store_true", help="programs without sessions")
     parser.add_argument("--trace", action="store_true", help="say all that happens")
     args = parser.parse_args()
@@ -460,6 +462,7 @@ def main() -> int:
             args.events,
             spares=max(1, args.nodes // 50),
             sessions=not args.plain,
+            elastic=args.elastic,
             trace=args.trace,
         )
         try:

@@ -6,12 +6,14 @@ import pytest
 from tests.rendezvous.simulation import Setting, run
 
 
-@pytest.mark.parametrize("sessions", [True, False], ids=["sessions", "plain"])
+@pytest.mark.parametrize("kind", ["sessions", "elastic", "plain"])
 @pytest.mark.parametrize("nodes", [3, 5, 8])
-def test_whatever_happens(nodes: int, sessions: bool) -> None:
+def test_whatever_happens(nodes: int, kind: str) -> None:
     for seed in (1, 2):
-        counts, _ = run(Setting(seed, nodes, 3000, sessions=sessions, slots=1 + seed % 2))
+        how = {"sessions": kind != "plain", "elastic": kind == "elastic"}
+        counts, _ = run(Setting(seed, nodes, 3000, slots=1 + seed % 2, **how))
         assert counts["events"] > 100
+        assert kind == "elastic" or not counts["resized"]
 
 
 @pytest.mark.parametrize("sessions", [True, False], ids=["sessions", "plain"])

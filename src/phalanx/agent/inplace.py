@@ -47,8 +47,10 @@ def event_of(rank: int, message: Message, generation: int) -> ep.Event | None:
 
     if message.type == "hello":
         able = say.get("capabilities")
-        dumps = isinstance(able, list) and "dump" in able
-        return ep.Hello(rank, generation, bool(say.get("waiting")), dumps)
+        able = able if isinstance(able, list) else []
+        return ep.Hello(
+            rank, generation, bool(say.get("waiting")), "dump" in able, "resize" in able
+        )
     if message.type == "left":
         shard, shards = _whole(say.get("shard"), 0), _whole(say.get("shards"), 0)
         return ep.Left(rank, generation, step, say.get("clean") is True, shard, shards)

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.agent import exit_codes, report
@@ -88,7 +88,9 @@ class NodeAgent:
         self._fence = (0, 0)  # the highest term and generation seen
         self._speaks = False  # some worker said hello: the program can be recovered in place
         self._reported = 0  # the generation whose end was told
-        self._in_loop: set[int] = set()  # ranks here that said hello, and are done
+        # ranks here that said hello, that can go on in another world, and that are done
+        self._in_loop: set[int] = set()
+        self._resizes: set[int] = set()
         self._finished: set[int] = set()
         self._failed: m.Failed | None = None
         self._prepared: dict[int, int] = {}  # rank: step of a checkpoint that waits for a word
@@ -255,6 +257,8 @@ class NodeAgent:
             self._speaks = True
             if message.type == "hello":
                 self._in_loop.add(rank)
+                if getattr(event, "resizes", False):
+                    self._resizes.add(rank)
             elif message.type == "finished":
                 self._finished.add(rank)
             facts = dataclasses.asdict(event)
@@ -408,6 +412,7 @@ class NodeAgent:
         workers = self.crew.workers.values()
         return m.Share(
             in_loop=tuple(sorted(self._in_loop - self._finished)),
+            resizes=tuple(sorted(self._resizes)),
             finished=tuple(sorted(self._finished)),
             dead=tuple(
                 sorted(self.crew.ranks[w.local_rank] for w in workers if w.returncode and w.gone)
@@ -537,24 +542,36 @@ class NodeAgent:
         self.assignment = a
         self._note_membership(a)
         self.console.warn(telling.cause)
-        for local_rank in self.crew.workers:
-            if local_rank not in fresh:
-                self.crew.tell(local_rank, "leave", generation=a.generation - 1)
-        self.crew.ranks = a.seat.ranks
+        if telling.at is None:  # else they go on until after that step
+            for local_rank in self.crew.workers:
+                if local_rank not in fresh:
+                    self.crew.tell(local_rank, "leave", generation=a.generation - 1)
+        self._renumber(old.seat.ranks, a.seat.ranks)
         self._prepared = {}
         try:
             self._open_store(a, beside=True)
             for local_rank in sorted(fresh):
                 rank = a.seat.ranks[local_rank]
                 self._in_loop.discard(rank)
+                self._resizes.discard(rank)
                 self.hands.replace(rank, a.generation, self._environment(a, local_rank))
         except (CannotStart, SupervisorError) as error:
             self._fail(str(error))
             return
-        self._join(a)
+        self._join(a, telling.at)
 
-    def _join(self, a: m.Assignment) -> None:
-        """Tell all workers here who they are in this generation."""
+    def _renumber(self, old: Sequence[int], ranks: Sequence[int]) -> None:
+        """The workers here have other ranks from now on."""
+        self.crew.ranks = ranks
+        now = dict(zip(old, ranks, strict=True))
+        for known in (self._in_loop, self._resizes, self._finished):
+            renamed = {now[rank] for rank in known}
+            known.clear()
+            known.update(renamed)
+
+    def _join(self, a: m.Assignment, after: int | None = None) -> None:
+        """Tell all workers here who they are in this generation. ``after``: the step that those
+        who stay finish before."""
         fresh = set(a.fresh or ())
         self.crew.generation = a.generation
         previous = a.previous or (None,) * len(a.seat.ranks)
@@ -567,6 +584,7 @@ class NodeAgent:
                 world=a.world,
                 store=a.store,
                 previous_rank=None if local_rank in fresh else previous[local_rank],
+                **({} if after is None or local_rank in fresh else {"after": after}),
             )
         self.crew.prepare_later()
 
@@ -590,11 +608,11 @@ class NodeAgent:
         self.story.timeline.in_place += 1
         self.story.timeline.recovering += telling.seconds
         self.story.timeline.lose(telling.lost_steps)
-        who = (
-            f"rank {report.ranges(telling.replaced)} replaced"
-            if telling.replaced
-            else "step tried again"
-        )
+        who = "step tried again"
+        if telling.strategy == "elastic-training" and self.assignment is not None:
+            who = f"{self.assignment.world} ranks"
+        elif telling.replaced:
+            who = f"rank {report.ranges(telling.replaced)} replaced"
         phases = ", ".join(f"{name} +{seconds(at)}" for name, at in telling.phases)
         lost = telling.lost_steps
         steps = f"; {lost} finished steps lost" if lost is not None else ""
@@ -649,7 +667,8 @@ class NodeAgent:
         self._draining = None
         self._began_stop = None
         self._told_step = None
-        self._in_loop, self._finished, self._failed = set(), set(), None
+        self._in_loop, self._resizes, self._finished = set(), set(), set()
+        self._failed = None
         self._prepared = {}
         self.crew.workers = {}
         self.crew.close_store()

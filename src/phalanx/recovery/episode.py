@@ -11,13 +11,17 @@ every wait a deadline: ``next_deadline`` says when to send the next ``Tick``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from phalanx.recovery import ending, ladder
 from phalanx.recovery.repair import Holding
 
 ANY_RESTARTS = 1 << 30  # those of the group are counted elsewhere
+KEEP_PROCESSES = frozenset(
+    {ladder.Strategy.RETRY, ladder.Strategy.IN_PLACE, ladder.Strategy.ELASTIC}
+)
+"""The strategies that leave the survivors their processes."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,14 @@ class Bounds:
 @dataclass(frozen=True)
 class Hello:
     """The worker of ``rank`` is in its loop; ``waiting``: a replacement, built; ``dumps``: it
-    could write a last checkpoint.
+    could write a last checkpoint; ``resizes``: it can go on in a world of another size.
     """
 
     rank: int
     generation: int
     waiting: bool = False
     dumps: bool = False
+    resizes: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,20 @@ class Gone:
 
     ranks: tuple[int, ...]
     how: str
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The job has other places for workers than before: nodes are lost that nobody replaces, or
+    more have come. ``ranks``: for each rank from now on the one that its process has now, None
+    where a process is to be started. ``how``: why, as a sentence; ``cause``: with what follows.
+    ``within``: seconds that the survivors have for the step that they finish before.
+    """
+
+    ranks: tuple[int | None, ...]
+    how: str
+    cause: str
+    within: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +147,7 @@ class Tick:
     """The clock has passed a deadline (or not: an early tick changes nothing)."""
 
 
-Event = Hello | Died | Gone | Fault | Left | GoodStep | Finished | Dumped | Tick
+Event = Hello | Died | Gone | Resized | Fault | Left | GoodStep | Finished | Dumped | Tick
 
 # --- effects --------------------------------------------------------------------------
 
@@ -203,6 +222,7 @@ class Member:
     said: ladder.Fault | None = None  # the last fault it reported
     dying_by: float | None = None  # it said that it ends, with an exception
     dumps: bool = False
+    resizes: bool = False
     holds: tuple[int, Holding, int] | None = None  # generation it left; what; of how many shards
 
 
@@ -341,9 +361,9 @@ def _ending(
     assert bounds.ending is not None
     if isinstance(event, Tick):
         stage, effects = ending.tick(stage, now, bounds.ending)
-    elif isinstance(event, Gone):
+    elif isinstance(event, (Gone, Resized)):
         effects = []
-        for rank in event.ranks:
+        for rank in event.ranks if isinstance(event, Gone) else _left_out(state, event):
             state = _with(state, rank, alive=False)
             stage, more = ending.died(stage, rank, now, bounds.ending)
             effects += more
@@ -368,6 +388,36 @@ def _ending(
     return _end(state, stage, list(effects), state.why)
 
 
+def _left_out(state: State, event: Resized) -> list[int]:
+    return [rank for rank in range(state.world) if rank not in event.ranks]
+
+
+def _resized(
+    state: State, event: Resized, now: float, bounds: Bounds
+) -> tuple[State, list[Effect]]:
+    """The survivors go on with their processes, under their new ranks."""
+    lost = tuple(
+        ladder.Fault(rank, ladder.Kind.DEATH, None, event.how) for rank in _left_out(state, event)
+    )
+    members = tuple(
+        Member(alive=False) if old is None else state.members[old] for old in event.ranks
+    )
+    if state.episode is not None:
+        building = frozenset(
+            new for new, old in enumerate(event.ranks) if old in state.episode.replaced
+        )
+        state = replace(state, episode=replace(state.episode, replaced=building, reports=()))
+    state = replace(state, world=len(members), members=members, suspicion=None)
+    return _round(state, bounds, now, event.cause, lost, resized=True, within=event.within)
+
+
+def resizes(state: State, gone: Collection[int] = ()) -> bool:
+    """Whether every living worker, but for those ``gone``, can go on in a world of another size."""
+    for rank in gone:
+        state = _with(state, rank, alive=False)
+    return able(state) and all(m.resizes for m in state.members if m.alive and m.in_loop)
+
+
 def _holding(event: Left) -> Holding:
     return Holding(event.rank, event.shard, event.step, event.clean)
 
@@ -379,11 +429,15 @@ def _round(
     cause: str,
     faults: tuple[ladder.Fault, ...],
     blamed: frozenset[int] = frozenset(),
+    *,
+    resized: bool = False,
+    within: float = 0.0,
 ) -> tuple[State, list[Effect]]:
     """Begin an episode, or its next round, for all that is dead now.
 
     ``blamed``: living ranks with a fault of their own. A new try that did not cure it is
-    followed by a new process for them.
+    followed by a new process for them. ``resized``: as the world is now (without faults, since
+    somebody has come).
     """
     if state.episode and state.episode.round >= bounds.rounds:
         why = f"{state.episode.round} rounds did not end in a good step"
@@ -396,11 +450,13 @@ def _round(
             living=sum(m.alive for m in state.members),
             able=able(state),
             dump_possible=any(m.dumps for m in state.members if m.alive),
+            homeless=resized,
+            resizes=resizes(state),
         ),
     )
     state = replace(state, history=ladder.after(state.history, decision, faults))
     over = tuple((rung.value, why) for rung, why in decision.passed_over)
-    if decision.strategy not in (ladder.Strategy.RETRY, ladder.Strategy.IN_PLACE):
+    if decision.strategy not in KEEP_PROCESSES:
         final = (
             decision.strategy is ladder.Strategy.EXIT
             and ladder.Strategy.RESTART in bounds.policy.enabled
@@ -424,7 +480,7 @@ def _round(
     else:
         episode = replace(
             before,
-            strategy=strategy if not before.replaced else before.strategy,
+            strategy=strategy if resized or not before.replaced else before.strategy,
             passed_over=over,
             generation=generation,
             round=before.round + 1,
@@ -435,9 +491,9 @@ def _round(
     episode = replace(
         episode,
         replaced=replaced,
-        left_by=now + bounds.left,
+        left_by=now + bounds.left + within,
         built_by=now + bounds.built if waits_for_build else None,
-        good_by=now + bounds.good,
+        good_by=now + bounds.good + within,
     )
     for rank in dead:
         state = _with(
@@ -479,8 +535,11 @@ def advance(
     """
     bounds = bounds or Bounds()
     rank = getattr(event, "rank", 0)
-    for named in event.ranks if isinstance(event, Gone) else (rank,):
-        if not 0 <= named < state.world:
+    named_ranks: tuple[int | None, ...] = (rank,)
+    if isinstance(event, (Gone, Resized)):
+        named_ranks = event.ranks
+    for named in named_ranks:
+        if named is not None and not 0 <= named < state.world:
             raise ValueError(f"there is no rank {named}: the world has {state.world}")
     if state.over is not None:
         return state, []
@@ -507,6 +566,8 @@ def advance(
             state = _with(state, rank, alive=False, in_loop=False, said=None, dying_by=None)
         lost = tuple(ladder.Fault(r, ladder.Kind.DEATH, None, event.how) for r in event.ranks)
         return _round(state, bounds, now, event.how, lost)
+    if isinstance(event, Resized):
+        return _resized(state, event, now, bounds)
     if isinstance(event, Fault):
         return _fault(state, event, now, bounds)
     if isinstance(event, Finished):
@@ -519,7 +580,7 @@ def advance(
     if isinstance(event, Hello):
         if event.generation > state.generation:
             return state, []
-        state = _with(state, rank, in_loop=True, dumps=event.dumps)
+        state = _with(state, rank, in_loop=True, dumps=event.dumps, resizes=event.resizes)
         e = state.episode
         if e and e.built_by is not None and all(state.members[r].in_loop for r in e.replaced):
             state = replace(state, episode=replace(e, built_by=None))

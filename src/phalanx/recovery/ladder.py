@@ -5,7 +5,8 @@ The ladder, cheapest first; each rung falls to the next:
 | rung | when it is possible |
 |--|--|
 | `retry` | every fault is one that a new try may cure, and every process lives |
-| `recover-in-place` | all living workers can leave and join, and somebody lives |
+| `recover-in-place` | all living workers can leave and join, and there is a node for each rank |
+| `elastic-training` | ranks have lost their place, and those that live can be a smaller world |
 | `restart` | always (all processes anew, from snapshot or checkpoint) |
 | `exit` | always |
 
@@ -45,6 +46,7 @@ RETRYABLE = frozenset({Kind.DEVICE, Kind.NETWORK, Kind.PEER})
 class Strategy(str, Enum):
     RETRY = "retry"
     IN_PLACE = "recover-in-place"
+    ELASTIC = "elastic-training"
     DUMP = "dump"
     RESTART = "restart"
     EXIT = "exit"
@@ -64,9 +66,12 @@ class Fault:
 class Policy:
     """What is allowed, and how often."""
 
-    enabled: frozenset[Strategy] = frozenset({Strategy.RETRY, Strategy.IN_PLACE, Strategy.RESTART})
+    enabled: frozenset[Strategy] = frozenset(
+        {Strategy.RETRY, Strategy.IN_PLACE, Strategy.ELASTIC, Strategy.RESTART}
+    )
     retries: int = 8  # in the whole job; a good step gives none back
     in_place: int = 64
+    elastic: int = 64
     restarts: int = 3
     same_step: int = 3  # tries of one rung at one step before the next rung
     same_bug: int = 2  # the same exception of the program at the same step ends the job
@@ -78,6 +83,7 @@ class History:
 
     retries: int = 0
     in_place: int = 0
+    elastic: int = 0
     restarts: int = 0
     #: tries since a step beyond ``scene`` was finished, by rung
     here: tuple[tuple[Strategy, int], ...] = ()
@@ -97,6 +103,8 @@ class Situation:
     able: bool = True  # all of them have said hello and none has finished
     whole: bool = True  # as far as is known every shard has a living clean holder
     dump_possible: bool = False
+    homeless: bool = False  # there is no node on which a new process could take the dead ranks
+    resizes: bool = False  # the living can go on as another world
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,9 @@ def choose(policy: Policy, history: History, situation: Situation) -> Decision:
     if repeated := _repeated_bug(policy, history, situation.faults):
         return Decision(Strategy.EXIT, f"{what}: {repeated}", tuple(over), _dump(policy, situation))
 
-    for strategy in (Strategy.RETRY, Strategy.IN_PLACE, Strategy.RESTART):
+    for strategy in (Strategy.RETRY, Strategy.IN_PLACE, Strategy.ELASTIC, Strategy.RESTART):
+        if strategy is Strategy.ELASTIC and not situation.homeless:
+            continue  # nobody asks for it
         if strategy not in policy.enabled:
             over.append((strategy, "not enabled"))
             continue
@@ -147,6 +157,7 @@ def after(history: History, decision: Decision, faults: Sequence[Fault]) -> Hist
         history,
         retries=history.retries + (decision.strategy is Strategy.RETRY),
         in_place=history.in_place + (decision.strategy is Strategy.IN_PLACE),
+        elastic=history.elastic + (decision.strategy is Strategy.ELASTIC),
         restarts=history.restarts + (decision.strategy is Strategy.RESTART),
         here=tuple(sorted(here.items())),
         bugs=tuple((step, text, times) for (step, text), times in sorted(bugs.items())),
@@ -183,12 +194,18 @@ def _impossible(strategy: Strategy, situation: Situation, kinds: set[Kind]) -> s
     if Kind.LOST_STATE in kinds or not situation.whole:
         return "no living worker holds a whole state"
     if strategy is Strategy.RETRY:
+        if situation.homeless:
+            return "the ranks have other places"
         wrong = sorted(kind.value for kind in kinds - RETRYABLE)
         if wrong:
             return f"a {wrong[0]} is not cured by a new try"
         return ""
     if situation.living == 0:
         return "no worker is left"
+    if strategy is Strategy.IN_PLACE and situation.homeless:
+        return "no node is there to take the ranks"
+    if strategy is Strategy.ELASTIC and not situation.resizes:
+        return "the program keeps its world"
     return ""
 
 
@@ -196,6 +213,7 @@ def _exhausted(strategy: Strategy, policy: Policy, history: History) -> str:
     used, limit = {
         Strategy.RETRY: (history.retries, policy.retries),
         Strategy.IN_PLACE: (history.in_place, policy.in_place),
+        Strategy.ELASTIC: (history.elastic, policy.elastic),
         Strategy.RESTART: (history.restarts, policy.restarts),
     }[strategy]
     if used >= limit:

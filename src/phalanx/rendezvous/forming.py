@@ -196,6 +196,7 @@ def assign(turn: Turn, seats: tuple[Seat, ...], host: str) -> None:
         generation=generation,
         attempt=state.attempt + 1,
         base=generation,
+        shape=generation,
         born={},
         store=state.peers[host].offer,
         host_of_store=host,
@@ -217,7 +218,8 @@ def assign(turn: Turn, seats: tuple[Seat, ...], host: str) -> None:
         turn.set(machine=fresh)
     turn.change(host, offer="")
     for group, seat in enumerate(seats):
-        turn.change(seat.node, runs=generation, parked="", held=None)
+        turn.change(seat.node, runs=generation, parked="", held=None, numbers=())
+        turn.number(seat)
         old = before.get(seat.node, ())
         previous = tuple(
             old[local] if local < len(old) else None for local in range(len(seat.ranks))
@@ -256,6 +258,7 @@ def assignment(
         previous=previous,
         fresh=fresh,
         restarts_left=restarts_left(turn),
+        shape=state.shape,
     )
 
 
@@ -292,21 +295,6 @@ def wants_more(state: State, options: Options) -> bool:
     if any(not p.node.spare for p in waiting):
         return True
     return bool(waiting) and len(state.seats) < state.peak
-
-
-def grow(turn: Turn) -> None:
-    """A node waits and there is room: the others stop, and all start again with it.
-
-    With sessions the workers finish a step first, all the same one, and write it down; a
-    recovery under way comes to its end before.
-    """
-    state = turn.state
-    if state.phase is not Phase.RUNNING or not wants_more(state, turn.options):
-        return
-    if state.machine is None:
-        stop_all(turn, "more nodes are there")
-    elif state.machine.episode is None and state.machine.over is None:
-        stop_all(turn, "more nodes are there", at=step_to_stop_at(state, turn.now))
 
 
 TELLING = 1.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from phalanx.recovery import episode as ep
 from phalanx.rendezvous import budgets, ranks, recall, running, sessions
-from phalanx.rendezvous.forming import finish, grow, park, park_others, release, settle
+from phalanx.rendezvous.forming import finish, park, park_others, release, settle
 from phalanx.rendezvous.model import (
     Effect,
     Event,
@@ -87,7 +87,7 @@ def _tick(turn: Turn) -> None:
             _recall(turn)
         return
     if release(turn) and phase is Phase.RUNNING:
-        grow(turn)
+        sessions.grow(turn)
     machine = turn.state.machine
     if machine is not None and turn.state.phase is Phase.RUNNING:
         sessions.step(turn, ep.Tick())
@@ -165,8 +165,10 @@ def _peer(turn: Turn, what: Join) -> Peer:
     since = old.since if old else turn.state.arrivals
     if old is None:
         turn.set(arrivals=since + 1)
-    runs = what.held.generation if what.held else 0
-    peer = Peer(what.node, since, what.offer, runs, what.held, what.share, what.last)
+    held = what.held
+    runs = held.generation if held else 0
+    numbers = ((held.generation, held.seat.ranks),) if held else ()
+    peer = Peer(what.node, since, what.offer, runs, held, what.share, what.last, numbers=numbers)
     turn.put(peer)
     node = what.node.id
     if node in turn.state.unsure or node in turn.state.gone:
@@ -203,7 +205,7 @@ def _new(turn: Turn, node: str, what: Join) -> None:
 
 def _waits(turn: Turn, node: str) -> None:
     """A node is there while others run."""
-    grow(turn)
+    sessions.grow(turn)
     if turn.state.phase is Phase.RUNNING:
         park_others(turn)
         tell_roster(turn, node)
@@ -233,7 +235,8 @@ def _back_in_seat(turn: Turn, node: str, peer: Peer) -> None:
     seat = state.seat_of(node)
     assert seat is not None
     name = turn.name(node)
-    if held is None or held.generation < state.base or held.seat != seat:
+    held_by_all = held is not None and held.generation >= state.base
+    if held is None or not held_by_all or len(held.seat.ranks) != len(seat.ranks):
         if held is not None:
             turn.tell(node, Stop(held.generation, "this generation is over"))
         if node in state.done and held is None:
@@ -244,6 +247,7 @@ def _back_in_seat(turn: Turn, node: str, peer: Peer) -> None:
     turn.change(node, runs=0 if node in state.done else state.generation, held=None, share=None)
     if held.generation < state.generation and node not in state.done:
         sessions.tell_regroup(turn, seat, held.generation)
+        turn.number(seat)
     tell_roster(turn, node)
     if peer.share is not None:
         running.shares(turn, [(node, peer.share, held.generation)])

@@ -50,7 +50,9 @@ class Assignment:
     ``store`` is "host:port" of the workers' store, served by the node ``host_of_store`` on the
     listener it offered. ``previous``: the rank that each local rank's slot held before, None for
     a new one. ``fresh`` lists the local ranks whose process is to be started as a
-    replacement (PHALANX_JOIN=1); None: the whole group starts (a new attempt).
+    replacement (PHALANX_JOIN=1); None: the whole group starts (a new attempt). ``shape``: the
+    generation in which the ranks were dealt out last; what was held in an earlier one may be
+    another's now.
     """
 
     term: int
@@ -65,6 +67,7 @@ class Assignment:
     previous: tuple[int | None, ...] = ()
     fresh: tuple[int, ...] | None = None
     restarts_left: int = 0
+    shape: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class Failed:
 @dataclass(frozen=True)
 class Share:
     """What has become of the workers of ``Join.held``, as their node sees it now: global ranks
-    whose worker is ``in_loop`` (it said hello), has ``finished``, or is ``dead``; ``done``: all
+    whose worker is ``in_loop`` (it said hello), ``resizes`` (and that it can go on in a world of
+    another size), has ``finished``, or is ``dead``; ``done``: all
     have ended well; ``failed``: what was said of them.
     """
 
@@ -108,6 +112,7 @@ class Share:
     dead: tuple[int, ...] = ()
     done: bool = False
     failed: Failed | None = None
+    resizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -225,12 +230,16 @@ class Stop:
 
 @dataclass(frozen=True)
 class Regroup:
-    """In place: tell the surviving workers here ``leave(generation - 1)`` and then ``join``."""
+    """In place: tell the surviving workers here ``leave(generation - 1)`` and then ``join``.
+
+    ``assignment.previous`` are the ranks that they held. ``at``: they finish that step before.
+    """
 
     assignment: Assignment
     episode: int
     cause: str
     strategy: str
+    at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -406,7 +415,6 @@ class Options:
     recall: float = 5.0
     max_restarts: int = 3
     in_place: bool = True
-    elastic: bool = False
     on_split: str = "wait"
     commit_within: float = 5.0
     node_failures: int = 3

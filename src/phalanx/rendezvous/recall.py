@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from phalanx.rendezvous.forming import grow, park_others, settle
+from phalanx.rendezvous.forming import park_others, settle
 from phalanx.rendezvous.model import Assignment, Roster, Seat, Stop
 from phalanx.rendezvous.running import lose_share
-from phalanx.rendezvous.sessions import tell_regroup
+from phalanx.rendezvous.sessions import grow, tell_regroup
 from phalanx.rendezvous.state import Electorate, Peer, Phase, State, Turn, tell_roster
 
 
@@ -43,7 +43,7 @@ def _members(state: State, newest: Assignment) -> list[tuple[Peer, Assignment]]:
     """Those who hold a share of the group that was started last: of its newest generation, or
     of an earlier one, if they have not heard of those that followed in place."""
     shares = [(p, p.held) for p in state.peers.values() if p.held is not None]
-    shares = [(p, a) for p, a in shares if a.attempt == newest.attempt and a.world == newest.world]
+    shares = [(p, a) for p, a in shares if a.attempt == newest.attempt and a.shape == newest.shape]
     shares.sort(key=lambda share: -share[1].generation)
     taken: set[int] = set()
     out = []
@@ -75,6 +75,7 @@ def rebuild(turn: Turn) -> list[str]:
         generation=newest.generation,
         attempt=newest.attempt,
         base=base,
+        shape=newest.shape,
         born={
             share.seat.ranks[local]: share.generation
             for _, share in members

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from phalanx.recovery import policy
 from phalanx.rendezvous import sessions
 from phalanx.rendezvous.budgets import fault
-from phalanx.rendezvous.forming import finish, grow, hurry, settle, stop_all
+from phalanx.rendezvous.forming import finish, hurry, settle, stop_all
 from phalanx.rendezvous.model import (
     Commit,
     Failed,
@@ -99,7 +99,7 @@ def stopped(turn: Turn, node: str, what: Stopped) -> None:
     if turn.state.phase is not Phase.RUNNING:
         settle(turn)
     elif turn.state.seat_of(node) is None:
-        grow(turn)
+        sessions.grow(turn)
     elif node not in turn.state.done:
         lose_share(turn, node, f"the workers on {turn.name(node)} were stopped")
 
@@ -146,15 +146,18 @@ def departed(turn: Turn, node: str, why: str, *, certain: bool = True) -> None:
 
 
 def lose_share(turn: Turn, node: str, why: str) -> None:
-    """No worker runs any more where this seat is. A node that waits takes it in place, if the
-    program can; else the whole group starts again, with whoever is there."""
+    """No worker runs any more where this seat is. A node that waits takes it in place, or the
+    others go on as a smaller world, if the program can; else the whole group starts again, with
+    whoever is there."""
     seat = turn.state.seat_of(node)
     assert seat is not None
     substitute = sessions.substitute(turn, seat)
-    if substitute is None:
-        stop_all(turn, why)
-    else:
+    if substitute is not None:
         sessions.move_in(turn, seat, substitute, why)
+        return
+    why_not = sessions.shrink(turn, seat, why)
+    if why_not is not None:
+        stop_all(turn, f"{why} ({why_not})" if why_not else why)
 
 
 def shares(turn: Turn, said: Sequence[tuple[str, Share, int]]) -> None:

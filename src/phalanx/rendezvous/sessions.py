@@ -3,21 +3,29 @@ turned into words to nodes.
 
 ``recovery.episode`` decides for the ranks of the generation that runs; which node is told what
 follows here. A node that is lost while another one waits is one fault of all its ranks: the
-other takes its seat, and the survivors keep their processes.
+other takes its seat, and the survivors keep their processes. They do so too when there is no
+other, if the program can go on in a world of another size; and when more nodes come.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from phalanx.recovery import episode as ep
 from phalanx.recovery import ladder
+from phalanx.rendezvous import ranks
 from phalanx.rendezvous.budgets import fault
-from phalanx.rendezvous.forming import assignment, available, grow, stop_all
+from phalanx.rendezvous.forming import (
+    assignment,
+    available,
+    step_to_stop_at,
+    stop_all,
+    wants_more,
+)
 from phalanx.rendezvous.model import (
     Assign,
     Failed,
@@ -86,8 +94,10 @@ def worker_event(turn: Turn, node: str, what: WorkerEvent) -> None:
     the rank now, or by another node, changes nothing."""
     state = turn.state
     seat = state.seat_of(node)
-    if seat is None or what.rank not in seat.ranks:
+    called = state.peers[node].ranks_in(what.generation)  # its workers may have other ranks now
+    if seat is None or what.rank not in called:
         return
+    what = replace(what, rank=seat.ranks[called.index(what.rank)])
     if not state.born.get(what.rank, state.base) <= what.generation <= state.generation:
         return
     event = event_of(what)
@@ -111,7 +121,8 @@ def share(turn: Turn, node: str, what: Share, generation: int) -> None:
     machine = turn.state.machine
     for rank in what.in_loop:
         if machine is None or rank >= machine.world or not machine.members[rank].in_loop:
-            worker_event(turn, node, WorkerEvent(generation, rank, "hello"))
+            able = {"resizes": rank in what.resizes}
+            worker_event(turn, node, WorkerEvent(generation, rank, "hello", able))
     for rank in what.finished:
         worker_event(turn, node, WorkerEvent(generation, rank, "finished"))
 
@@ -131,10 +142,7 @@ def substitute(turn: Turn, seat: Seat) -> Peer | None:
     """A node that waits and could take this seat in place; None: there is none, or the program
     cannot be recovered in place."""
     state = turn.state
-    if state.machine is None or state.machine.over is not None or not turn.options.in_place:
-        return None
-    fenced = state.fence_until is not None and turn.now < state.fence_until
-    if not state.has_quorum(turn.options) or (fenced and state.unsure - state.dead):
+    if not _in_place(turn) or _others_may_go_on(turn):
         return None
     place = state.places[seat.node]
     fitting = (
@@ -156,14 +164,101 @@ def move_in(turn: Turn, seat: Seat, peer: Peer, why: str) -> None:
     turn.seat(tuple(seats))
     turn.set(moved_in=state.moved_in | {peer.node.id})
     turn.note("seat_taken", node=peer.node.id, of=seat.node, ranks=list(seat.ranks))
-    step(turn, ep.Gone(seat.ranks, why), arriving=peer.node.id)
+    step(turn, ep.Gone(seat.ranks, why), frozenset({peer.node.id}))
+
+
+def _in_place(turn: Turn) -> bool:
+    machine = turn.state.machine
+    return machine is not None and machine.over is None and turn.options.in_place
+
+
+def _others_may_go_on(turn: Turn) -> bool:
+    """Whether nodes that are lost may form a generation too, or commit a checkpoint."""
+    state = turn.state
+    fenced = state.fence_until is not None and turn.now < state.fence_until
+    return not state.has_quorum(turn.options) or (fenced and bool(state.unsure - state.dead))
+
+
+# --- a world of another size -------------------------------------------------------------------
+
+
+def shrink(turn: Turn, seat: Seat, why: str) -> str | None:
+    """Go on without this seat, with those that wait if there are any. Returns why that cannot
+    be ("": the program is not made for it); None: it is done.
+    """
+    state = turn.state
+    gone = {s.node for s in state.seats if s.node not in state.peers} | {seat.node}
+    return _resize(turn, gone, why)
+
+
+def _resize(turn: Turn, without: Collection[str], why: str, at: int | None = None) -> str | None:
+    """A generation of those that have a seat, but for ``without``, and of those that wait."""
+    state, options = turn.state, turn.options
+    machine, gone = state.machine, [r for s in state.seats if s.node in without for r in s.ranks]
+    if not _in_place(turn) or machine is None or not ep.resizes(machine, gone):
+        return ""
+    if _others_may_go_on(turn):
+        return "the nodes that are lost may go on by themselves"
+    stay = [state.peers[s.node] for s in state.seats if s.node not in without]
+    seated = {peer.node.id for peer in stay}
+    come = [p for p in available(state) if p.node.id not in seated]
+    room = min(options.most, max(state.peak, options.least)) - len(stay)
+    spares = [p for p in come if p.node.spare][: max(0, room)]
+    come = ([p for p in come if not p.node.spare] + spares)[: options.most - len(stay)]
+    if len(stay) + len(come) < options.least or not stay:
+        return f"{len(stay) + len(come)} of at least {options.least} nodes are left"
+    seats = ranks.seats([p.node for p in (*stay, *come)], state.seats)
+    held = {s.node: s.ranks for s in state.seats if s.node in seated}
+    origins = tuple(
+        held[s.node][local] if s.node in held else None
+        for s in seats
+        for local in range(len(s.ranks))
+    )
+    cause = f"{why}: going on with {_of(len(origins), state.world)} ranks"
+    grace = 0.0
+    if at is not None and state.furthest is not None:
+        grace = 2 * state.pace * max(0, at - state.furthest)
+    arriving = frozenset(p.node.id for p in come)
+    step(turn, ep.Resized(origins, why, cause, grace), arriving, seats=seats, at=at)
+    return None
+
+
+def _of(now: int, before: int) -> str:
+    return f"{now} of {before}" if now <= before else f"{now} instead of {before}"
+
+
+def grow(turn: Turn) -> None:
+    """A node waits and there is room. If the program can go on in a larger world it does; else
+    the others stop, and all start again with it.
+
+    With sessions the workers finish a step first, all the same one (and write it down if they
+    stop); a recovery under way comes to its end before.
+    """
+    state = turn.state
+    if state.phase is not Phase.RUNNING or not wants_more(state, turn.options):
+        return
+    if state.machine is None:
+        stop_all(turn, "more nodes are there")
+    elif state.machine.episode is None and state.machine.over is None:
+        at = step_to_stop_at(state, turn.now)
+        if _resize(turn, (), "more nodes are there", at) is not None:
+            stop_all(turn, "more nodes are there", at=at)
 
 
 # --- the machine's words -----------------------------------------------------------------------
 
 
-def step(turn: Turn, event: ep.Event, arriving: str = "") -> None:
-    """Feed the machine and pass on what it says."""
+def step(
+    turn: Turn,
+    event: ep.Event,
+    arriving: frozenset[str] = frozenset(),
+    *,
+    seats: tuple[Seat, ...] = (),
+    at: int | None = None,
+) -> None:
+    """Feed the machine and pass on what it says. ``arriving``: nodes whose workers are all
+    started in what follows; ``seats``: those of the next generation, where they are others.
+    """
     state = turn.state
     machine = state.machine or ep.State.fresh(state.world, state.generation)
     machine, effects = ep.advance(machine, event, turn.now, _bounds(turn))
@@ -174,7 +269,11 @@ def step(turn: Turn, event: ep.Event, arriving: str = "") -> None:
             node = turn.state.node_of(effect.rank)
             turn.tell(node, Kill(turn.state.generation, effect.rank, effect.why))
         elif isinstance(effect, ep.Regroup):
-            _regroup(turn, effect.generation, fresh, arriving)
+            if isinstance(event, ep.Resized):
+                _reseat(turn, event, effect.generation, seats)
+            _regroup(turn, effect.generation, fresh, arriving, at)
+            if arriving or seats:
+                tell_roster(turn)
         elif isinstance(effect, ep.RestartGroup):
             _restart(turn, effect, event)
         elif isinstance(effect, ep.Recovered):
@@ -187,11 +286,29 @@ def _bounds(turn: Turn) -> ep.Bounds:
     return ep.Bounds(policy=ladder.Policy(enabled=frozenset({ladder.Strategy.RESTART})))
 
 
-def _regroup(turn: Turn, generation: int, fresh: frozenset[int], arriving: str) -> None:
-    """A new generation of the same ranks: ``fresh`` are new processes, the others stay."""
+def _reseat(turn: Turn, event: ep.Resized, generation: int, seats: tuple[Seat, ...]) -> None:
+    """The ranks are dealt anew, and the processes keep what is known of them."""
+    state = turn.state
+    now = {old: new for new, old in enumerate(event.ranks) if old is not None}
+    born = {now[rank]: since for rank, since in state.born.items() if rank in now}
+    turn.note(
+        "resized",
+        ranks=len(event.ranks),
+        before=state.world,
+        nodes=[seat.node for seat in seats],
+        moved=ranks.moves(state.seats, seats),
+    )
+    turn.seat(seats)
+    turn.set(born=born, shape=generation, peak=max(state.peak, len(seats)))
+
+
+def _regroup(
+    turn: Turn, generation: int, fresh: frozenset[int], arriving: frozenset[str], at: int | None
+) -> None:
+    """A new generation: ``fresh`` are new processes, the others stay."""
     state = turn.state
     seated = [state.peers[s.node] for s in state.seats if s.node in state.peers]
-    host = next((p for p in seated if p.offer and p.node.id != arriving), None)
+    host = next((p for p in seated if p.offer and p.node.id not in arriving), None)
     host = host or next((p for p in seated if p.offer), None)
     if host is None:
         stop_all(turn, "no node offered to serve a store")
@@ -205,18 +322,23 @@ def _regroup(turn: Turn, generation: int, fresh: frozenset[int], arriving: str) 
     turn.change(host.node.id, offer="")
     turn.elect()
     for seat in state.seats:
+        arrives = seat.node in arriving
         turn.change(seat.node, runs=generation, parked="")
-        tell_regroup(turn, seat, generation - 1, arrives=seat.node == arriving)
-    if arriving:
-        tell_roster(turn)
+        if arrives:
+            turn.change(seat.node, numbers=())
+        tell_regroup(turn, seat, generation - 1, arrives=arrives, at=at)
+        turn.number(seat)
 
 
-def tell_regroup(turn: Turn, seat: Seat, since: int, *, arrives: bool = False) -> None:
+def tell_regroup(
+    turn: Turn, seat: Seat, since: int, *, arrives: bool = False, at: int | None = None
+) -> None:
     """Tell a node of the generation that runs; it knows of that of ``since``."""
     state = turn.state
     new = [state.born.get(rank, 0) > since for rank in seat.ranks]
     fresh = tuple(local for local, is_new in enumerate(new) if is_new)
-    previous = tuple(None if n else r for n, r in zip(new, seat.ranks, strict=True))
+    before = state.peers[seat.node].ranks_in(since) or seat.ranks
+    previous = tuple(None if n else r for n, r in zip(new, before, strict=True))
     share = assignment(turn, state.places[seat.node], previous, fresh)
     episode = state.machine.episode if state.machine else None
     if arrives:
@@ -224,12 +346,12 @@ def tell_regroup(turn: Turn, seat: Seat, since: int, *, arrives: bool = False) -
     elif episode is None:
         turn.tell(seat.node, Regroup(share, 0, "the connection was lost", ""))
     else:
-        strategy = RECOVER if state.moved_in else episode.strategy
-        turn.tell(seat.node, Regroup(share, episode.number, episode.cause, strategy))
+        strategy = _strategy(turn, episode)
+        turn.tell(seat.node, Regroup(share, episode.number, episode.cause, strategy, at))
 
 
 def _restart(turn: Turn, effect: ep.RestartGroup, event: ep.Event) -> None:
-    if isinstance(event, ep.Gone):
+    if isinstance(event, ep.Gone | ep.Resized):
         stop_all(turn, event.how)  # a loss of a node is no fault of the program
         return
     state = turn.state
@@ -240,13 +362,18 @@ def _restart(turn: Turn, effect: ep.RestartGroup, event: ep.Event) -> None:
     fault(turn, node, failed, final=effect.why if effect.final else "")
 
 
+def _strategy(turn: Turn, episode: ep.Episode) -> str:
+    elastic = episode.strategy == ladder.Strategy.ELASTIC.value
+    return RECOVER if turn.state.moved_in and not elastic else episode.strategy
+
+
 def _recovered(turn: Turn, effect: ep.Recovered) -> None:
     done, state = effect.episode, turn.state
     lost = [n for _, r in done.reports if isinstance(n := r.get("lost_steps"), int) and n >= 0]
     told = Recovered(
         done.number,
         state.generation,
-        RECOVER if state.moved_in else done.strategy,
+        _strategy(turn, done),
         effect.seconds,
         done.phases,
         tuple(sorted(done.replaced)),

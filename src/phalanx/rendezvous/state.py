@@ -55,6 +55,12 @@ class Peer:
     share: Share | None = None  # and what it said has become of it
     last: Assignment | None = None  # what it had last
     parked: str = ""  # why it was told to wait
+    # the ranks of its workers, each with the generation since which they are called so
+    numbers: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def ranks_in(self, generation: int) -> tuple[int, ...]:
+        """What its workers were called in that generation; () if it had none."""
+        return next((ranks for since, ranks in reversed(self.numbers) if since <= generation), ())
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class State:
     places: Mapping[str, int] = field(default_factory=dict)  # each node's index in seats
     base: int = 0  # the generation in which the whole group was started last
     born: Mapping[int, int] = field(default_factory=dict)  # since then: ranks started in place
+    shape: int = 0  # the generation since which every node has the ranks it has
     store: str = ""
     host_of_store: str = ""
     # Those whose majority counts: of the last generation, and of earlier ones of whose members
@@ -283,6 +290,13 @@ class Turn:
         peer = self.state.peers.get(node)
         if peer is not None:
             self.put(replace(peer, **changes))  # type: ignore[arg-type]
+
+    def number(self, seat: Seat) -> None:
+        """From this generation on the node's workers have the seat's ranks."""
+        peer = self.state.peers[seat.node]
+        if not peer.numbers or peer.numbers[-1][1] != seat.ranks:
+            numbers = (*peer.numbers, (self.state.generation, seat.ranks))
+            self.put(replace(peer, numbers=numbers))
 
     def drop(self, node: str) -> None:
         self._own_peers().pop(node, None)

@@ -201,9 +201,10 @@ class Checkpoints:
         some = own if own.exists() else min(place.glob("own-*.bin"))
         random, small, buffers = state.split_record(some.read_bytes())
         if some != own:
-            protected.load_small({**small, "own": {}})
             if kept is None:  # more ranks than when it was saved
+                protected.load_small(small)
                 return codec.unpack((place / "extra.bin").read_bytes())
+            protected.load_small({**small, "own": {}})
             random, small, buffers = state.split_record(kept)
             small = {"own": small.get("own", {})}
         guard.load(buffers)

@@ -19,16 +19,37 @@ class Batches:
     random states as they were when it was made.
 
     ``sampler`` (default: the loader's own, if it has ``set_epoch``) is told each epoch.
+
+    With a ``DistributedSampler`` and a ``batch_size`` the samples are dealt out to the ranks there
+    are: when their number changes in the middle of an epoch, what no rank has had yet is dealt
+    out to the new ones. Others go through what their loader gives them, each rank for itself.
     """
 
-    def __init__(self, loader: Iterable[Any], sampler: Any = None, *, again: bool = True) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        sampler: Any = None,
+        *,
+        again: bool = True,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
         self._loader = loader
         self._keep = again  # whether a batch may have to come again
         if sampler is None:
             sampler = getattr(loader, "sampler", None)
-        self._sampler = sampler if hasattr(sampler, "set_epoch") else None
+        self._sampler: Any = sampler if hasattr(sampler, "set_epoch") else None
+        size = getattr(loader, "batch_size", None)
+        # Samples in a batch, where it is known how they are dealt out; else 0.
+        known = _is_dealt(self._sampler)
+        own = (rank, world) == (getattr(sampler, "rank", -1), getattr(sampler, "num_replicas", -1))
+        self._size: int = size if isinstance(size, int) and known and own else 0
+        self.rank, self.world = rank, world
+        self._opened_as = rank
         self.epoch = 0
-        self.index = 0  # of the next batch
+        self.index = 0  # of the next batch, since the deal
+        self._ranks = world  # among whom the epoch, or the rest of it, is dealt out
+        self._dealt = 0  # samples of the epoch that all ranks had before this deal
         self._random = b""
         self._iterator: Iterator[Any] | None = None
         # Batches since the last `state_dict`, and those to come again, each with the random
@@ -56,9 +77,10 @@ class Batches:
             except StopIteration:
                 if empty:
                     raise ValueError("the loader gives no batches") from None
-                empty = self.index == 0
+                empty = self.index == 0 and not self._dealt
                 self.epoch += 1
-                self.index = 0
+                self.index = self._dealt = 0
+                self._ranks = self.world
                 self._iterator = None
                 self._recent.clear()
                 continue
@@ -70,8 +92,23 @@ class Batches:
     def _open(self) -> None:
         if self._sampler is not None:
             self._sampler.set_epoch(self.epoch)
+        if self._size:
+            deal(self._sampler, self.rank, self._ranks, self._dealt)
+        self._opened_as = self.rank
         self._random = rng.capture()
         self._iterator = iter(self._loader)
+
+    def assume(self, rank: int, world: int) -> None:
+        """This is another rank from now on, or one of another number: takes effect with the next
+        `redeal` or `load_state_dict`."""
+        if not self._size:
+            deal(self._sampler, rank, world, before=self.world)
+        self.rank, self.world = rank, world
+
+    def redeal(self) -> None:
+        """Deal out what is left of the epoch to the ranks there are now. On all ranks, at the
+        same position."""
+        self.load_state_dict(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """The position. Batches given out before it are forgotten."""
@@ -79,17 +116,30 @@ class Batches:
             self._recent = self._recent[-self._ahead :]
         else:
             self._recent = []
-        return {"epoch": self.epoch, "index": self.index, "random": self._random}
+        return {
+            "epoch": self.epoch,
+            "index": self.index,
+            "random": self._random,
+            "ranks": self._ranks,
+            "dealt": self._dealt,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         epoch, index = int(state["epoch"]), int(state["index"])
+        ranks, dealt = int(state.get("ranks", self._ranks)), int(state.get("dealt", 0))
+        if ranks != self.world:
+            dealt, index = self._had(ranks, dealt, index), 0 if self._size else index
+            ranks = self.world
         behind = self.index - index
         given = len(self._recent) - self._ahead
-        if self._iterator is not None and epoch == self.epoch and 0 <= behind <= given:
+        same = (epoch, ranks, dealt) == (self.epoch, self._ranks, self._dealt)
+        same = same and self.rank == self._opened_as
+        if self._iterator is not None and same and 0 <= behind <= given:
             self._ahead += behind
             self.index = index
             return
         self.epoch, self.index = epoch, 0
+        self._ranks, self._dealt = ranks, dealt
         self._recent, self._ahead, self._iterator = [], 0, None
         self._random = state["random"]
         if not self._random:
@@ -104,3 +154,44 @@ class Batches:
             next(self._iterator)
         self.index = index
         rng.restore(now)
+
+    def _had(self, ranks: int, dealt: int, index: int) -> int:
+        """Samples of the epoch that ``ranks`` ranks have had after ``index`` batches each, of
+        those from ``dealt`` on."""
+        if not self._size:
+            return 0
+        each = share(len(self._sampler.dataset), ranks, dealt, self._sampler.drop_last)
+        return dealt + ranks * min(index * self._size, each)
+
+
+def share(samples: int, ranks: int, dealt: int, drop_last: bool) -> int:
+    """How many samples each of ``ranks`` ranks gets of those from ``dealt`` on. What is left over
+    is dropped, or made up with samples from the epoch's start, as ``DistributedSampler`` does."""
+    left = max(0, samples - dealt)
+    return left // ranks if drop_last else -(-left // ranks)
+
+
+def _is_dealt(sampler: Any) -> bool:
+    from torch.utils.data import DistributedSampler
+
+    return isinstance(sampler, DistributedSampler) and (
+        type(sampler).__iter__ is DistributedSampler.__iter__
+    )
+
+
+def deal(sampler: Any, rank: int, ranks: int, dealt: int = 0, *, before: int | None = None) -> None:
+    """Have a ``DistributedSampler`` deal out an epoch from sample ``dealt`` on to ``ranks`` ranks.
+
+    One that does not deal to all ``before`` ranks is left alone. It takes every so manieth sample
+    of the epoch's order, beginning at its rank: so for the rest of an epoch it is given a rank
+    that is so much higher.
+    """
+    if not _is_dealt(sampler):
+        if isinstance(getattr(sampler, "rank", None), int):
+            sampler.rank = rank
+        return
+    if before not in (None, sampler.num_replicas):
+        return
+    each = share(len(sampler.dataset), ranks, dealt, sampler.drop_last)
+    sampler.rank, sampler.num_replicas = dealt + rank, ranks
+    sampler.num_samples, sampler.total_size = each, dealt + each * ranks

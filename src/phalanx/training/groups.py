@@ -414,6 +414,7 @@ class Group(ProcessGroup):
         self._title = name
         self._about = "undefined"
         self._rank = rank
+        self._size = size
         #: global ranks, in group order; empty: the whole world
         self.members = ranks
         self.timeout = timeout
@@ -427,6 +428,13 @@ class Group(ProcessGroup):
 
     def rank(self) -> int:
         return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    # what torch's C++ calls
+    getRank = rank
+    getSize = size
 
     def _set_group_name(self, name: str) -> None:
         self._title = name
@@ -534,15 +542,19 @@ class Fabric:
         self.groups.pop(group.group_name, None)
         group._inner = None
 
-    def assume(self, rank: int) -> bool:
-        """Be another rank than the one built for; possible while there is no group but the
-        world. False: it is not."""
-        if self._condition != "alone" or any(group.members for group in self.groups.values()):
+    def assume(self, rank: int, world: int) -> bool:
+        """Be another rank than the one built for, or in a world of another size; possible while
+        there is no group but the world, and not connected. False: it is not."""
+        if self._condition == "connected" or any(g.members for g in self.groups.values()):
             return False
-        self.rank = rank
+        self.rank, self.world = rank, world
         for group in self.groups.values():
-            group._rank = rank
-            group._inner = self._echo(group)
+            group._rank, group._size = rank, world
+            if self._condition == "alone":
+                group._inner = self._echo(group)
+            known = dist.distributed_c10d._world.pg_group_ranks
+            if group in known:
+                known[group] = {r: r for r in range(world)}
         return True
 
     @property

@@ -44,6 +44,7 @@ class Join:
     world: int
     store: str
     previous_rank: int | None
+    after: int | None = None  # the step that is finished first
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Join:
@@ -60,9 +61,12 @@ class Join:
         previous = fields.get("previous_rank")
         if previous is not None and not isinstance(previous, int):
             raise ValueError(f"join: previous_rank is {previous!r}")
+        after = fields.get("after")
+        if after is not None and not isinstance(after, int):
+            raise ValueError(f"join: after is {after!r}")
         if not 0 <= values["rank"] < values["world"]:
             raise ValueError(f"join: rank {values['rank']} of {values['world']}")
-        return cls(values["generation"], values["rank"], values["world"], store, previous)
+        return cls(values["generation"], values["rank"], values["world"], store, previous, after)
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,8 @@ class Link:
                     return
                 if self._join is None or join.generation > self._join.generation:
                     self._join = join
-                over = join.generation - 1
+                if join.after is None:
+                    over = join.generation - 1
             elif message.type == "kept":
                 names = [str(name) for name in fields.get("names", [])]
                 self.kept = dict(zip(names, message.fds, strict=False))
@@ -211,6 +216,17 @@ class Link:
         # An abort is a request to somebody else's code: it is made until it has worked.
         if self._leaving >= 0 and not self._on_leave(self._leaving):
             self._leaving = -1
+
+    def finished(self, step: int | None) -> None:
+        """The main thread has finished ``step`` (None: the last one there is): a `join` that was
+        to wait for it waits no more."""
+        join = self._join
+        if join is None or join.after is None or (step is not None and step < join.after):
+            return
+        with self._news:
+            if join.generation - 1 > self.left:
+                self.left = join.generation - 1
+                self.heard_leave = time.monotonic()
 
     def over(self, generation: int) -> bool:
         """Whether the agent has said that ``generation`` is over."""

@@ -36,7 +36,7 @@ log = logging.getLogger("phalanx.training")
 dist: Any = torch.distributed
 
 NOTHING = -(1 << 40)  # in a row of numbers: none
-_ROW = 7
+_ROW = 9
 _SLATE_BYTES = 64 << 10
 _MOST_TRIES = 100
 _STUCK_SECONDS = 3.0
@@ -109,6 +109,11 @@ class Member:
         self._grads_none = True
         self._updates = 0
         self._update_open = False
+        self._elastic = "off"
+        self._on_resize: Callable[[int, int], None] | None = None
+        # The size of the world that the state in memory is made for (see `_resized`), and since
+        # which generation.
+        self._fits = (NOTHING, NOTHING)
         self._interrupted = False
         self._own_error: BaseException | None = None
         self._recovery: Recovery | None = None
@@ -227,7 +232,6 @@ class Member:
                 self._mark("restored")
                 self._interrupted = False
                 self._own_error = None
-                return
             except LostState as error:
                 lost = str(error)
                 link.fault(self.generation, Kind.LOST_STATE.value, lost, self._last())
@@ -242,6 +246,9 @@ class Member:
                 if self._own_error is not None:
                     raise self._own_error from None
                 raise
+            else:
+                self._resized()
+                return
             connected = False
             first = False
             fabric.cut(self.generation)
@@ -258,10 +265,12 @@ class Member:
         limit = None if self.joining else self._decision_timeout
         while isinstance(join := self._link.await_word(beyond, limit), Dump):
             self._dump(join)
-        if join.world != self.world or (join.rank != self.rank and not self._assume(join.rank)):
+        if (join.rank, join.world) != (self.rank, self.world) and (
+            why := self._assume(join.rank, join.world)
+        ):
             raise LostState(
                 f"called as rank {join.rank} of {join.world}, but this process was built as rank "
-                f"{self.rank} of {self.world}"
+                f"{self.rank} of {self.world}: {why}"
             )
         if self._slate is None:
             self._kept = self._link.await_kept(0.0)
@@ -271,23 +280,41 @@ class Member:
             self._fault_at = time.monotonic()
         return join
 
+    def _fixed(self) -> str:
+        """What binds this process to the rank and the world it was built for; "": nothing."""
+        if self._fabric is None:
+            return "there is no agent"
+        if any(group.members for group in self._fabric.groups.values()):
+            return "it has groups of its own making (new_group, a mesh)"
+        if any(state._is_dtensor(parameter) for parameter in self._protected.parameters()):
+            return "its parameters are sharded"
+        if self._replicas is not None:
+            return "protect(replicas=...) names ranks"
+        return ""
+
     def _any_rank(self) -> bool:
         """Whether this process, built alone, could be any rank: nothing in it depends on it."""
-        return (
-            self.joining
-            and self._fabric is not None
-            and not any(group.members for group in self._fabric.groups.values())
-            and not any(state._is_dtensor(parameter) for parameter in self._protected.parameters())
-        )
+        return self.joining and not self._fixed()
 
-    def _assume(self, rank: int) -> bool:
-        """Become ``rank``. False if this process cannot."""
-        if not self._any_rank() or self._fabric is None or not self._fabric.assume(rank):
-            return False
-        self.rank = rank
-        os.environ["RANK"] = str(rank)
-        self._protected.assume(rank)
-        return True
+    def _resizes(self) -> bool:
+        """Whether it can go on as another rank in a world of another size."""
+        return self._elastic != "off" and not self._fixed()
+
+    def _assume(self, rank: int, world: int) -> str:
+        """Become ``rank`` of ``world``. Returns why this process cannot; "": it is."""
+        assert self._fabric is not None
+        if self._elastic == "off" and (world != self.world or not self.joining):
+            return 'session(elastic="off")'
+        if why := self._fixed():
+            return why
+        if not self._fabric.assume(rank, world):
+            return "its groups are connected"
+        before, self.rank, self.world = self.world, rank, world
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+        self._protected.assume(rank, world, before)
+        if world != before and self._rebuild is None:
+            self._wrappers.resize(self._fabric)
+        return ""
 
     def _open_slates(self) -> None:
         """What earlier processes of this rank have kept, or fresh memory."""
@@ -360,7 +387,8 @@ class Member:
         assert fabric is not None
         group = dist.group.WORLD
         rows = self._rows(group)
-        plan = choose([_holding(rank, row) for rank, row in enumerate(rows)])
+        fits = _fitting(rows)
+        plan = choose([_holding(rank, row, fits[1]) for rank, row in enumerate(rows)])
         if plan.origin is Origin.NONE:
             raise LostState(plan.why)
         note = self._recovery
@@ -368,6 +396,10 @@ class Member:
             note.origin, note.step, note.lost_steps = plan.origin.value, plan.step, plan.lost
             note.why, note.source = plan.why, plan.source_of(self.rank)
         saved = self._restore(group, plan)
+        if plan.origin is not Origin.REPLICA and self._elastic != "off":
+            fits = (self.generation - 1, self._saved_world(group, plan, saved))
+        self._fits = fits
+        self._protected.redeal()
         if not (plan.origin is not Origin.REPLICA and self._saved_layouts(group, plan, saved)):
             self._agree_layouts(group, rows)
         if self._rebuild is not None and not first:
@@ -389,6 +421,7 @@ class Member:
                 snapshots[1],
                 NOTHING if newest is None else newest,
                 self._layout_mark(),
+                *self._fits,
             ],
             dtype=torch.int64,
         )
@@ -513,6 +546,22 @@ class Member:
             "random states of rank %d are lost; made anew from rank %d's", self.rank, source
         )
 
+    def _saved_world(self, group: Any, plan: Plan, saved: Any) -> int:
+        """The size of the world that what was saved is from."""
+        source = plan.load[0] if plan.load else 0
+        mine = saved.get("world") if isinstance(saved, dict) else None
+        text = _broadcast(group, source, self.rank, codec.pack(mine))
+        world = codec.unpack(text)
+        return world if isinstance(world, int) else self.world
+
+    def _resized(self) -> None:
+        """All ranks hold the same state: it is made to fit the size of the world, if it does not.
+        Who comes to this later than others (another fault is between) gets their state."""
+        before = self._fits[1]
+        if before not in (NOTHING, self.world) and self._on_resize is not None:
+            self._on_resize(before, self.world)
+        self._fits = (self.generation, self.world)
+
     def _note_local(self, how: str) -> None:
         if self._recovery is not None:
             self._recovery.local_state = how
@@ -540,7 +589,10 @@ class Member:
     def _extra(self) -> dict[str, Any]:
         """What is saved besides the state."""
         done = self._wrappers.ddp and self._wrappers.settled and self._rebuild is None
-        return {"layouts": self._wrappers.layouts(self._fabric) if done else []}
+        return {
+            "layouts": self._wrappers.layouts(self._fabric) if done else [],
+            "world": self.world,
+        }
 
     def _layout_mark(self) -> int:
         """A number for the bucket layouts of this rank's DDP wrappers; 0: they have not run a
@@ -596,12 +648,20 @@ class Member:
         )
 
 
-def _holding(rank: int, row: list[int]) -> Holding:
+def _fitting(rows: list[list[int]]) -> tuple[int, int]:
+    """Since which generation, and for which size of the world, the state is made that training
+    goes on with: the newest of those that hold one."""
+    held = [row for row in rows if row[1] != NOTHING and row[2]] or rows
+    newest = max(held, key=lambda row: row[7])
+    return newest[7], newest[8]
+
+
+def _holding(rank: int, row: list[int], world: int) -> Holding:
     return Holding(
         rank=rank,
         shard=row[0],
         step=None if row[1] == NOTHING else row[1],
-        clean=bool(row[2]),
+        clean=bool(row[2]) and row[8] == world,
         snapshots=frozenset(step for step in row[3:5] if step != NOTHING),
         checkpoint=None if row[5] == NOTHING else row[5],
     )

@@ -39,7 +39,8 @@ from phalanx.training.wrappers import UnsupportedTorch, Wrappers, missing_names
 log = logging.getLogger("phalanx.training")
 dist: Any = torch.distributed
 
-CAPABILITIES = ("leave", "join", "retry", "recover-in-place", "stop_at", "dump", "keep")
+ELASTIC = ("off", "step")
+CAPABILITIES = ("leave", "join", "retry", "recover-in-place", "stop_at", "dump", "keep", "resize")
 
 
 class Step(int):
@@ -77,7 +78,10 @@ class Job(Member):
         snapshot_every: int | None,
         regroup_timeout: float,
         decision_timeout: float,
+        elastic: str,
     ) -> None:
+        if elastic not in ELASTIC:
+            raise ValueError(f"elastic={elastic!r}: give one of {', '.join(ELASTIC)}")
         super().__init__(
             rank=int(os.environ.get("RANK", "0")),
             world=int(os.environ.get("WORLD_SIZE", "1")),
@@ -87,6 +91,7 @@ class Job(Member):
             else Checkpoints(checkpoint, keep=keep_checkpoints),
             decision_timeout=decision_timeout,
         )
+        self._elastic = elastic
         self._timeout = timedelta(seconds=timeout)
         self._backend = backend
         self._snapshot_every = snapshot_every
@@ -198,6 +203,7 @@ class Job(Member):
         replicas: Sequence[Sequence[int]] | None = None,
         each_rank: Iterable[str] = (),
         rebuild: Callable[[], None] | None = None,
+        on_resize: Callable[[int, int], None] | None = None,
         **things: Any,
     ) -> None:
         """Name what a replacement needs to go on: models, optimizers, schedulers, scalers,
@@ -208,6 +214,9 @@ class Job(Member):
         rank's own, not the same on all (default: samplers, loaders and `batches`).
         ``rebuild``: called after the groups have been rebuilt, on a torch whose wrappers cannot
         be brought back to idle; it must leave models and optimizers fit for a step.
+        ``on_resize(before, now)``: called on all ranks, newcomers too, when the world has another
+        size than the one that the state is from, before the next step; it may change what is
+        protected (a learning rate), on all ranks alike.
 
         :raises TypeError: something that cannot be protected.
         :raises UnsupportedTorch: this torch needs ``rebuild``.
@@ -221,6 +230,8 @@ class Job(Member):
             self._replicas = replicas
         if rebuild is not None:
             self._rebuild = rebuild
+        if on_resize is not None:
+            self._on_resize = on_resize
         self._wrappers = Wrappers(list(self._protected.models.values()))
         if self._link is None:
             return
@@ -240,7 +251,9 @@ class Job(Member):
 
     def batches(self, loader: Iterable[Any], sampler: Any = None) -> Batches:
         """A protected endless run over ``loader``: `Batches`."""
-        batches = Batches(loader, sampler, again=self._link is not None)
+        batches = Batches(
+            loader, sampler, again=self._link is not None, rank=self.rank, world=self.world
+        )
         name = f"batches{sum(isinstance(t, Batches) for t in self._protected.small.values())}"
         self._protected.add(name, batches)
         return batches
@@ -259,7 +272,7 @@ class Job(Member):
         try:
             self._enter(start)
             while True:
-                if self._must_recover():
+                if self._must_recover(total):
                     self._recover()
                 self.stopped = self._reached_stop()
                 if self._last() + 1 >= total or self.stopped:
@@ -324,12 +337,19 @@ class Job(Member):
             self._open_slates()
         # The state before the first step is one like any other: a newcomer gets it from others.
         self._finished = None if self.joining else start - 1
+        if not self.joining:
+            self._fits = (self.generation, self.world)
+        if self._elastic != "off" and (why := self._fixed()) and self.rank == 0:
+            log.warning("the world of this program keeps its size: %s", why)
         link.say(
             "hello",
             generation=self.generation,
             rank=self.rank,
             capabilities=[
-                word for word in CAPABILITIES if word != "dump" or self._checkpoints is not None
+                word
+                for word in CAPABILITIES
+                if (word != "dump" or self._checkpoints is not None)
+                and (word != "resize" or self._resizes())
             ],
             waiting=self.joining,
             any_rank=self._any_rank(),
@@ -479,9 +499,11 @@ class Job(Member):
 
     # -- the end of a step, the end of the loop -------------------------------------------
 
-    def _must_recover(self) -> bool:
+    def _must_recover(self, total: int) -> bool:
         if self._link is None:
             return False
+        last = self._last()
+        self._link.finished(last if last + 1 < total else None)
         if self._link.exit_code is not None:
             raise SystemExit(self._link.exit_code)
         return self._interrupted or self._link.over(self.generation)
@@ -498,6 +520,8 @@ class Job(Member):
             if not self._link.over(self.generation):
                 self._link.fault(self.generation, Kind.PEER.value, text_of(error), self._last())
             return False
+        if self._recovery is not None:
+            self._say_good_step()  # there was no step left to do
         if self.stopped:
             saved = self._checkpoints is not None
             self._link.say("stopped_at", step=self._last(), saved=saved)
@@ -598,6 +622,7 @@ def session(
     snapshot_every: int | None = None,
     regroup_timeout: float = 600.0,
     decision_timeout: float = 120.0,
+    elastic: str = "off",
 ) -> Iterator[Job]:
     """The process group, and a loop that outlives the death of ranks.
 
@@ -609,6 +634,12 @@ def session(
     training resumes from the newest. ``snapshot_every``: steps between copies of the whole state
     into memory that outlives the worker (None or 0: none). ``regroup_timeout``,
     ``decision_timeout``: seconds to wait for the other ranks and for the agent's word.
+    ``elastic``: what becomes of the others when a node is lost that nobody replaces, or more come:
+    "off": all start again. "step": they keep their processes and go on as a smaller or larger
+    world, each rank with its batch, so that the global batch changes with the world
+    (``protect(on_resize=...)`` may scale the learning rate). Data parallel programs only.
+
+    :raises ValueError: ``elastic`` is another word.
     """
     job = Job(
         backend=backend,
@@ -619,6 +650,7 @@ def session(
         snapshot_every=snapshot_every,
         regroup_timeout=regroup_timeout,
         decision_timeout=decision_timeout,
+        elastic=elastic,
     )
     job._open()
     error: BaseException | None = None

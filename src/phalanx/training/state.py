@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.training import codec, rng
-from phalanx.training.data import Batches
+from phalanx.training.data import Batches, deal
 from phalanx.training.slate import Slate
 from phalanx.training.wrappers import _is_fsdp
 
@@ -87,12 +87,20 @@ class Protected:
                 f"optimizer, a tensor, or an object with state_dict() and load_state_dict()"
             )
 
-    def assume(self, rank: int) -> None:
-        """Samplers that deal out data by rank are told another one."""
+    def assume(self, rank: int, world: int, before: int) -> None:
+        """What deals out data by rank is told another one, or another number of ranks than
+        ``before``."""
         for thing in self.small.values():
-            sampler = getattr(thing, "_sampler", thing)
-            if isinstance(getattr(sampler, "rank", None), int):
-                sampler.rank = rank
+            if isinstance(thing, Batches):
+                thing.assume(rank, world)
+            elif isinstance(thing, _EpochOnly):
+                deal(thing._sampler, rank, world, before=before)
+
+    def redeal(self) -> None:
+        """What is left of the data goes to the ranks there are now."""
+        for thing in self.small.values():
+            if isinstance(thing, Batches):
+                thing.redeal()
 
     # -- replicas ------------------------------------------------------------
 

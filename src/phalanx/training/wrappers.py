@@ -267,6 +267,13 @@ class Wrappers:
             for wrapper, layout in zip(self.ddp, layouts, strict=True):
                 wrapper.adopt(layout)
 
+    def resize(self, fabric: Fabric) -> None:
+        """Forget how many ranks there were; the buckets stay as they are."""
+        layouts = self.layouts(fabric) if self.ddp and self.settled else None
+        self.renew(fabric)
+        if layouts is not None:
+            self.adopt(layouts, fabric)
+
     def renew(self, fabric: Fabric) -> None:
         """All as fresh from the constructor."""
         self._known = None
