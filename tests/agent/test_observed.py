@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.events import read
+
 pytestmark = pytest.mark.process
 
 
@@ -260,6 +262,22 @@ def test_events_tell_the_story_in_order(job) -> None:
     (failed,) = run.events("attempt_failed")
     assert failed["data"]["root"]["returncode"] == 4
     assert run.events("run_ended")[0]["data"] == {"status": 0}
+
+
+def test_a_worker_adds_to_the_record_in_a_file_beside(job, tmp_path) -> None:
+    run = job(
+        "",
+        """
+        from phalanx.events import EventLog
+        os.chdir("/")
+        EventLog.from_environment("worker").record("greeting", to="you")
+        """,
+    )
+    assert run.wait() == 0, run.err
+    (event,) = [e for e in read(run.events_file) if e["kind"] == "greeting"]
+    (began,) = run.events("run_began")
+    assert event["data"] == {"to": "you"}
+    assert (event["source"], event["rank"], event["run_id"]) == ("worker", 0, began["run_id"])
 
 
 def test_a_full_disk_for_events_does_not_harm(job) -> None:

@@ -295,6 +295,13 @@ def test_a_wrong_option_is_named_and_nothing_starts(job) -> None:
     assert "--rdzv-backend" in run.err
 
 
+def test_imports_that_hang_end_the_start(job, tmp_path) -> None:
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(300)\n")
+    run = job("--start-timeout 0.5 --preload hangs", "import hangs")
+    assert run.wait() == 126
+    assert "after 0.5 s these local ranks have not started: [0]; --start-timeout" in run.err
+
+
 def test_no_progress_for_ever_ends(job) -> None:
     run = job(
         "--max-restarts 50",

@@ -39,6 +39,8 @@ class Faults(TrainerCallback):
         if FAULT[0] == "notice":
             (OUT / "reached").touch()
             time.sleep(1.5)  # the signal comes, to the agent first
+        elif FAULT[0] == "raise":
+            raise ArithmeticError
         else:
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[FAULT[0]])
 
@@ -66,7 +68,11 @@ if __name__ == "__main__":
     trainer = Trainer(
         model=model, args=arguments, train_dataset=Letters(), callbacks=[ours, Faults()]
     )
-    trainer.train(resume_from_checkpoint=newest_checkpoint(arguments.output_dir))
+    try:
+        trainer.train(resume_from_checkpoint=newest_checkpoint(arguments.output_dir))
+    except ArithmeticError:
+        (OUT / "reached").touch()
+        time.sleep(200)
     if ours.stopped:
         print(f"stopped at {trainer.state.global_step}", flush=True)
     else:

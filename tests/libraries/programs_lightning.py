@@ -60,6 +60,7 @@ if __name__ == "__main__":
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         strategy="ddp",
         max_epochs=2,
+        accumulate_grad_batches=int(os.environ.get("ACCUMULATE", "1")),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -31,10 +31,14 @@ def program(name: str) -> str:
     return str(HERE / f"programs_{name}.py")
 
 
-def start(name: str, folder: Path, *words: str, fault: str = "") -> subprocess.Popen[str]:
+def environment(folder: Path, fault: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PHALANX_", "TORCHELASTIC_"))}
     env |= {"TEST_OUT": str(folder), "FAULT": fault, "OMP_NUM_THREADS": "1"}
-    env |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    return env | {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def start(name: str, folder: Path, *words: str, fault: str = "") -> subprocess.Popen[str]:
+    env = environment(folder, fault)
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", *words]
     command += ["--log-dir", str(folder / "logs"), program(name)]
     out = (folder / "out").open("a")
@@ -51,6 +55,20 @@ def run(name: str, folder: Path, *words: str, fault: str = "") -> str:
     text = (folder / "out").read_text()
     assert status == 0, text
     return text
+
+
+def terminated(process: subprocess.Popen[str], folder: Path) -> int:
+    """Its status after a SIGTERM that it gets when it has ``reached`` its fault."""
+    try:
+        end = time.monotonic() + 120
+        while not (folder / "reached").exists():
+            assert process.poll() is None and time.monotonic() < end, (folder / "out").read_text()
+            select.select([], [], [], 0.02)
+        process.send_signal(signal.SIGTERM)
+        return process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def ends(folder: Path) -> list[str]:
@@ -95,22 +113,35 @@ def test_a_stopped_rank_is_found_by_its_silence(
 def test_a_notice_stops_all_after_the_same_step_with_a_checkpoint_and_the_next_run_goes_on(
     library: str, calm: list[str], tmp_path: Path
 ) -> None:
-    process = start(library, tmp_path, fault="notice:1:8")
-    try:
-        end = time.monotonic() + 120
-        while not (tmp_path / "reached").exists():
-            assert process.poll() is None and time.monotonic() < end, (tmp_path / "out").read_text()
-            select.select([], [], [], 0.02)
-        process.send_signal(signal.SIGTERM)  # to the agent only; rank 1 waits for us
-        assert process.wait(60) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-        process.wait()
+    process = start(library, tmp_path, fault="notice:1:8")  # rank 1 waits for the signal
+    assert terminated(process, tmp_path) == 128 + signal.SIGTERM
     text = (tmp_path / "out").read_text()
     assert text.count("stopped at 9") == 2, text
     assert not (tmp_path / "end-0").exists()
     run(library, tmp_path)
     assert ends(tmp_path) == calm
+
+
+def test_a_notice_while_lightning_gathers_gradients_loses_none(tmp_path, monkeypatch) -> None:
+    program("lightning")
+    monkeypatch.setenv("ACCUMULATE", "5")  # of 12 batches: steps after 5, 10 and 12
+    calm, hit = tmp_path / "calm", tmp_path / "hit"
+    calm.mkdir()
+    hit.mkdir()
+    run("lightning", calm)
+    process = start("lightning", hit, fault="notice:1:1")  # in the first batch of its second step
+    assert terminated(process, hit) == 128 + signal.SIGTERM
+    assert (hit / "out").read_text().count("stopped at 2") == 2
+    run("lightning", hit)
+    assert ends(hit) == ends(calm)
+
+
+def test_after_an_exception_in_a_trainer_sigterm_is_itself_again(tmp_path: Path) -> None:
+    script = program("huggingface")
+    with (tmp_path / "out").open("a") as out:
+        env = environment(tmp_path, "raise:0:3")
+        process = subprocess.Popen([sys.executable, script], env=env, stdout=out, stderr=out)
+    assert terminated(process, tmp_path) == -signal.SIGTERM, (tmp_path / "out").read_text()
 
 
 def test_a_loop_with_accelerate_goes_on_in_place(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from phalanx.process.supervisor import (
     WorkerGone,
     WorkerSpoke,
 )
+from phalanx.watchdog import stacks
 
 pytestmark = pytest.mark.process
 
@@ -240,6 +241,31 @@ def test_a_warm_program_that_execs_is_a_worker_still(scene):
     os.write(in_w, b"\n")
     scene.until_gone(supervisor, [worker])
     assert worker.returncode == 4
+
+
+def test_a_warm_worker_of_a_plain_program_writes_its_stacks_itself(scene, tmp_path, monkeypatch):
+    monkeypatch.setattr(stacks, "_find_py_spy", lambda: None)
+    supervisor = scene.supervisor(WARM)
+    code = """
+        import sys
+        def the_place_where_it_hangs():
+            print("here", flush=True)
+            sys.stdin.read()
+        the_place_where_it_hangs()
+    """
+    (stdin, hold), (out, stdout) = scene.pipe(), scene.pipe()
+    (worker,) = supervisor.start(
+        [scene.order(scene.program(code), warm=True, stdin=stdin, stdout=stdout)]
+    )
+    assert scene.line(out) == "here"
+    (path,) = stacks.save_stacks({worker.pid: "it"}, tmp_path, 60)
+    text = path.read_text()
+    assert "method: faulthandler" in text
+    assert "in the_place_where_it_hangs" in text
+    os.close(hold)
+    os.close(stdin)
+    scene.until_gone(supervisor, [worker])
+    assert worker.returncode == 0
 
 
 def test_messages_both_ways(scene):

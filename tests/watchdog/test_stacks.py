@@ -19,8 +19,8 @@ pytestmark = pytest.mark.process
 
 HUNG = """
 import sys, threading
-from phalanx.watchdog.stacks import arm, arm_from_env
-armed = arm_from_env() or (len(sys.argv) > 1 and arm(sys.argv[1]))
+from phalanx.process.armed import arm
+armed = len(sys.argv) > 1 and arm()
 def inner_of_the_hang():
     print(armed, flush=True)
     sys.stdin.read()
@@ -102,11 +102,10 @@ def test_python_behind_a_shell(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_py_spy")
 def test_armed_process_writes_itself(python: Any, tmp_path: Path) -> None:
-    file = tmp_path / "armed"
-    process = hang(python, env={**os.environ, stacks.STACKS_FILE_ENV: str(file)})
+    process = hang(python, "arm")
     assert process.armed  # type: ignore[attr-defined]
     for _ in range(2):
-        (path,) = stacks.save_stacks([process.pid], tmp_path, timeout=20, armed={process.pid: file})
+        (path,) = stacks.save_stacks([process.pid], tmp_path, timeout=20)
         text = path.read_text()
         assert method(path) == "faulthandler"
         assert text.count("in inner_of_the_hang") == 1
@@ -115,31 +114,43 @@ def test_armed_process_writes_itself(python: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_unarmed_process_gets_no_signal(python: Any, tmp_path: Path) -> None:
-    process, other = hang(python), hang(python, tmp_path / "others")
-    assert other.armed  # type: ignore[attr-defined]
-    mine = tmp_path / "mine"
-    # It says that it is armed, but the process takes the signal no more: it would die.
-    mine.write_text(stacks._mark(process.pid))
-    for armed, why in ((tmp_path / "others", "not armed by this"), (mine, "no signal"),
-                       (tmp_path / "none", "No such file")):  # fmt: skip
-        (path,) = stacks.save_stacks([process.pid], tmp_path, 10, armed={process.pid: armed})
-        assert method(path) == "/proc"
-        assert why in path.read_text()
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("", "not prepared"),
+        ("arm()\npid = os.fork()\nif pid: os.waitpid(pid, 0); os._exit(0)", "not prepared"),
+        ("arm(); os.closerange(3, 100)", "not prepared"),
+        ("arm(); faulthandler.unregister(armed.STACKS_SIGNAL)", "no signal"),
+    ],
+    ids=["never armed", "a child of one", "has closed the file", "has let go of the signal"],
+)
+def test_unarmed_process_gets_no_signal(python: Any, tmp_path: Path, code: str, why: str) -> None:
+    source = f"""
+import faulthandler, os, sys
+from phalanx.process import armed
+from phalanx.process.armed import arm
+{code}
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+    process = python(source)
+    pid = int(process.stdout.readline())
+    (path,) = stacks.save_stacks([pid], tmp_path, 10)
+    assert method(path) == "/proc"
+    assert why in path.read_text()
     assert process.poll() is None
+    os.kill(pid, 0)
+    process.communicate("", timeout=20)
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_program_that_has_the_signal_keeps_it(python: Any, tmp_path: Path) -> None:
+def test_program_that_has_the_signal_keeps_it(python: Any) -> None:
     code = """
-import signal, sys
-from phalanx.watchdog.stacks import STACKS_SIGNAL, arm
+import signal
+from phalanx.process.armed import STACKS_SIGNAL, arm
 signal.signal(STACKS_SIGNAL, lambda *a: None)
-print(arm(sys.argv[1]), flush=True)
+print(arm(), flush=True)
 """
-    assert python(code, tmp_path / "f").communicate(timeout=20)[0] == "False\n"
-    assert not (tmp_path / "f").exists()
-    code = "from phalanx.watchdog.stacks import arm; print(arm('/no/such/folder/f'))"
     assert python(code).communicate(timeout=20)[0] == "False\n"
 
 
@@ -161,11 +172,9 @@ def test_py_spy_that_hangs_costs_bounded_time(
     fake.write_text("#!/bin/sh\nexec sleep 60\n")
     fake.chmod(0o755)
     monkeypatch.setattr(stacks, "_find_py_spy", lambda: str(fake))
-    process = hang(python, tmp_path / "armed")
+    process = hang(python, "arm")
     start = time.monotonic()
-    (path,) = stacks.save_stacks(
-        [process.pid], tmp_path, timeout=1.0, armed={process.pid: tmp_path / "armed"}
-    )
+    (path,) = stacks.save_stacks([process.pid], tmp_path, timeout=1.0)
     assert time.monotonic() - start < 20
     text = path.read_text()
     assert method(path) == "faulthandler"

@@ -97,6 +97,7 @@ class JobConfig:
     never_retried: frozenset[int] = frozenset()
     always_retried: frozenset[int] = frozenset()
     monitor_interval: float = 0.1
+    start_timeout: float = 600.0
     shutdown_timeout: int = 30
     signals: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     warm: bool = True

@@ -28,6 +28,7 @@ from phalanx.agent.streams import Streams
 from phalanx.elastic.agent.server import worker_env
 from phalanx.elastic.multiprocessing.api import wall_ns
 from phalanx.elastic.multiprocessing.errors import ProcessFailure
+from phalanx.events import EVENTS_ENV
 from phalanx.process import errorfile, pause, syscalls, tree
 from phalanx.process.channel import ChannelClosed, ChannelFull, Message
 from phalanx.process.supervisor import (
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
     from phalanx.process.program import Program
     from phalanx.process.stop import StopReport
     from phalanx.process.store_process import StoreProcess
-
-START_SECONDS = 600.0
-"""How long the start of a group may take: the keeper's imports are in it."""
 
 PREPARE_AFTER = 1.0
 """Seconds after a start when the next set of warm workers is forked."""
@@ -226,6 +224,8 @@ class Crew:
                 out, err = self.streams.open(local_rank)
                 opened += [fd for fd in (out, err) if fd is not None]
                 env = {**os.environ, **self.config.environment, **self._envs[local_rank], **extra}
+                if self.config.events:
+                    env.setdefault(EVENTS_ENV, os.path.abspath(self.config.events))
                 if self._kept.get(local_rank):
                     env["PHALANX_KEPT"] = ",".join(self._kept[local_rank])
                 orders.append(
@@ -238,7 +238,7 @@ class Crew:
                         warm=self.config.starts_warm and not self._differs(env),
                     )
                 )
-            started = self.supervisor.start(orders, START_SECONDS, self.stop_asked)
+            started = self.supervisor.start(orders, self.config.start_timeout, self.stop_asked)
         except (OSError, ValueError) as error:
             raise _cannot_start(error) from error
         finally:
@@ -771,7 +771,8 @@ class Crew:
 
 def _cannot_start(error: OSError | ValueError) -> CannotStart:
     if isinstance(error, TimeoutError):
-        return CannotStart(str(error), exit_codes.CANNOT_START)
+        text = f"{error}; --start-timeout S waits longer, --no-warm imports nothing ahead of them"
+        return CannotStart(text, exit_codes.CANNOT_START)
     if isinstance(error, ValueError) or error.filename is None:
         return CannotStart(f"the workers cannot be started: {error}", exit_codes.CANNOT_START)
     if error.errno == errno.ENOENT and error.strerror == os.strerror(errno.ENOENT):

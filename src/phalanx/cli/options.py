@@ -190,6 +190,15 @@ OPTIONS: tuple[Option, ...] = (
         first=True,
     ),
     Option(
+        ("--start-timeout",),
+        600.0,
+        "seconds that a start of all workers may take, with the imports ahead of it",
+        _seconds,
+        "S",
+        "recovery",
+        env="PHALANX_START_TIMEOUT",
+    ),
+    Option(
         ("--hang-timeout",),
         "auto",
         "silence that counts as a hang: auto, off, seconds, or PHASE=SECONDS,... (docs/hangs.md)",

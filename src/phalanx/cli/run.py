@@ -112,6 +112,7 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         never_retried=a.no_retry_exit_codes,
         always_retried=a.retry_exit_codes,
         monitor_interval=a.monitor_interval,
+        start_timeout=a.start_timeout,
         shutdown_timeout=grace,
         signals=a.signals_to_handle,
         warm=not a.no_warm and not is_wrapper(interpreter(env)),

@@ -149,6 +149,7 @@ def warm_worker(order: dict[str, Any], fds: dict[str, int], keeper: int, name: s
     Runs in a fork of the forker that has called `expect_adoption`. ``name`` is what the
     process is to be called, that is as the interpreter's file.
     """
+    from phalanx.process import armed
     from phalanx.process.channel import HELD, Channel, ChannelClosed
     from phalanx.process.page import ProgressPage
 
@@ -164,6 +165,7 @@ def warm_worker(order: dict[str, Any], fds: dict[str, int], keeper: int, name: s
         channel.detach()  # the program makes its own object if it wants one
     await_adoption(keeper)
     python_signals()
+    armed.arm()
     syscalls.set_name(name)
     raise Become(order, environment(order, fds), page.finish)
 

@@ -18,6 +18,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
+PR_SET_PTRACER = 0x59616D61
 
 # The same numbers on every architecture (they were added after the numbering was unified).
 _NR_PIDFD_SEND_SIGNAL = 424
@@ -59,6 +60,11 @@ def prctl(option: int, value: int) -> None:
 def set_death_signal(signum: int) -> None:
     """Have the kernel send ``signum`` to the caller when the thread that made it ends."""
     prctl(PR_SET_PDEATHSIG, signum)
+
+
+def set_tracer(pid: int) -> None:
+    """Let this process and its descendants look into the caller, where that is restricted."""
+    prctl(PR_SET_PTRACER, pid)
 
 
 def set_name(name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+from phalanx.process.armed import arm
 from phalanx.process.channel import HELD, Channel, ChannelClosed
 from phalanx.process.page import ProgressPage
 
@@ -19,7 +20,8 @@ class Attachment(NamedTuple):
 def attach() -> Attachment | None:
     """This process's page and channel; None outside of a worker. Call it once.
 
-    Called in the main thread, it has this thread hold the page's mutex (a warm worker
+    From then on it writes its stacks when it is asked (`phalanx.process.armed`). Called in the
+    main thread, it has this thread hold the page's mutex (a warm worker
     does so from its start) and lets the agent know, which then knows of our death at once.
     Raises OSError or ValueError if the variables name descriptors of another kind.
     """
@@ -27,6 +29,7 @@ def attach() -> Attachment | None:
     channel = Channel.from_environment()
     if page is None or channel is None:
         return None
+    arm()
     if threading.current_thread() is threading.main_thread() and page.hold():
         try:
             channel.send(HELD)

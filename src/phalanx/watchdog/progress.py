@@ -57,10 +57,10 @@ def _take(page: ProgressPage) -> None:
     """First word of a process that was not prepared: make its death known early, too."""
     import threading
 
+    from phalanx.process.armed import arm
     from phalanx.process.channel import HELD, Channel
-    from phalanx.watchdog.stacks import arm_from_env
 
-    arm_from_env()
+    arm()
     if threading.current_thread() is not threading.main_thread():
         return  # the mutex tells of the death of the thread that holds it
     if page.hold() and os.environ.get("PHALANX_CHANNEL_FD", "").isdigit():

@@ -4,9 +4,8 @@ Three ways, best first; each file says which one it was:
 
 * **py-spy**, where it is installed and may look into the process. Works whatever the process
   does, stopped ones included, and needs nothing of it. Native frames too where possible.
-* **faulthandler**, in a process that was prepared by ``arm``: the interpreter itself writes
-  its stacks on a signal, even while a thread sits in native code with the lock of the
-  interpreter.
+* **faulthandler**, in a process that was prepared by `phalanx.process.armed.arm` (warm workers
+  are, and those that tell their progress): the interpreter itself writes its stacks on a signal.
 * **/proc**, always: state, system call and kernel function of each thread.
 """
 
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import threading
 import time
 from collections import deque
@@ -22,84 +20,29 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STACKS_FILE_ENV", "STACKS_SIGNAL", "arm", "arm_from_env", "save_stacks"]
+from phalanx.process import armed
 
-#: Names the file that a worker of this environment writes its stacks to when asked.
-STACKS_FILE_ENV = "PHALANX_STACKS_FILE"
-#: The signal that asks. A real-time one, since programs use SIGUSR1 and SIGUSR2 themselves.
-STACKS_SIGNAL = signal.SIGRTMIN + 11
+__all__ = ["save_stacks"]
 
 _TEXT_LIMIT = 4 << 20  # bytes of one stack text
 _THREADS = 256  # threads described by /proc
 _CHILDREN = 16  # descendants tried when a process is no Python itself
 _AT_ONCE = 8  # processes looked at at the same time
 _PATIENCE = 2.0  # seconds for an armed process to begin
-_PR_SET_PTRACER = 0x59616D61
-
-_armed_fd = -1
-
-
-# -- in the worker --------------------------------------------------------------------------------
-
-
-def arm(path: str | os.PathLike[str], tracer: int | None = None) -> bool:
-    """Make this process write the stacks of its threads to ``path`` on ``STACKS_SIGNAL``.
-
-    ``tracer``: pid of the process (the agent) that, with its descendants, shall be allowed to
-    look into this one where the kernel restricts that to ancestors. False, and nothing
-    changed, if the program has taken the signal or the file cannot be written. Never raises.
-    """
-    global _armed_fd
-    try:
-        if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL or (
-            _armed_fd < 0 and _catches(os.getpid(), STACKS_SIGNAL)
-        ):
-            return False
-        import faulthandler
-
-        # Open as long as the process lives.
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.write(fd, _mark(os.getpid()).encode())
-        faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
-        if _armed_fd >= 0:
-            os.close(_armed_fd)
-        _armed_fd = fd
-        if tracer is not None:
-            import ctypes
-
-            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(tracer), 0, 0, 0)
-        return True
-    except Exception:
-        return False
-
-
-def arm_from_env(tracer: int | None = None) -> bool:
-    """``arm`` with the path of ``PHALANX_STACKS_FILE``; False if there is none."""
-    path = os.environ.get(STACKS_FILE_ENV)
-    return bool(path) and arm(str(path), tracer)
-
-
-def _mark(pid: int) -> str:
-    return f"pid {pid} writes its stacks here on signal {int(STACKS_SIGNAL)}\n"
-
-
-# -- in the agent ---------------------------------------------------------------------------------
 
 
 def save_stacks(
     pids: Iterable[int] | Mapping[int, str],
     directory: str | os.PathLike[str],
     timeout: float = 10.0,
-    armed: Mapping[int, str | os.PathLike[str]] | None = None,
 ) -> list[Path]:
     """Write the stacks of each process to a file of its own, within ``timeout`` seconds.
 
     ``pids``: processes, or processes and what to call their files (``{4711: "rank_3"}`` makes
-    ``stacks_rank_3.txt``; without a name it is the pid). ``armed``: the files that ``arm`` was
-    called with in those processes. The directory is made if need be. No process is changed
-    or ended by this; each is looked at while it runs, for native frames it is halted for
-    some ten milliseconds. Returns the files written, in the order of ``pids``; processes
-    that do not exist have none. Never raises.
+    ``stacks_rank_3.txt``; without a name it is the pid). The directory is made if need be. No
+    process is changed or ended by this; each is looked at while it runs, for native frames it
+    is halted for some ten milliseconds. Returns the files written, in the order of ``pids``;
+    processes that do not exist have none. Never raises.
     """
     try:
         names = dict(pids) if isinstance(pids, Mapping) else {pid: str(pid) for pid in pids}
@@ -120,7 +63,7 @@ def save_stacks(
                 except IndexError:
                     return
                 try:
-                    _save_one(pid, path, spy, deadline, (armed or {}).get(pid))
+                    _save_one(pid, path, spy, deadline)
                 except Exception:
                     pass  # what was known by then is in the file
 
@@ -147,13 +90,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _save_one(
-    pid: int,
-    path: Path,
-    spy: str | None,
-    deadline: float,
-    armed: str | os.PathLike[str] | None,
-) -> None:
+def _save_one(pid: int, path: Path, spy: str | None, deadline: float) -> None:
     state = _state(pid)
     if state is None:
         return
@@ -194,12 +131,11 @@ def _save_one(
             write("py-spy", children)
             return
         notes.append(f"py-spy: {error}")
-    if armed is not None:
-        text, error = _ask(pid, state, armed, deadline)
-        if text:
-            write("faulthandler", text)
-            return
-        notes.append(f"faulthandler: {error}")
+    text, error = _ask(pid, state, deadline)
+    if text:
+        write("faulthandler", text)
+        return
+    notes.append(f"faulthandler: {error}")
     write("/proc", "")
 
 
@@ -266,21 +202,18 @@ def _py_spy_children(spy: str, pid: int, deadline: float) -> str:
     return "\n".join(texts)
 
 
-def _ask(pid: int, state: str, armed: str | os.PathLike[str], deadline: float) -> tuple[str, str]:
+def _ask(pid: int, state: str, deadline: float) -> tuple[str, str]:
     """Have the process write its stacks itself: (stacks, ""), or ("", why not)."""
-    path = Path(armed)
-    try:
-        with path.open("rb") as f:
-            if f.readline(200).decode("ascii", "replace") != _mark(pid):
-                return "", f"{path} is not armed by this process"
-    except OSError as e:
-        return "", f"{path}: {e.strerror}"
     if state[0] in "TtXZ":
         return "", "the process is stopped or dead"
-    if not _catches(pid, STACKS_SIGNAL):
+    found = armed.file_of(pid)
+    if found is None:
+        return "", "the process is not prepared for it"
+    if not armed.catches(pid):
         return "", "the process takes no signal for it any more"
+    path = Path(found)
     before = path.stat().st_size
-    os.kill(pid, STACKS_SIGNAL)
+    os.kill(pid, armed.STACKS_SIGNAL)
     # There is no end mark: it is done when nothing has come for a while.
     size, pause, quiet = before, 0.005, 0.0
     patience = min(deadline, time.monotonic() + _PATIENCE)
@@ -312,11 +245,6 @@ def _state(pid: int) -> str | None:
     """As ``/proc/<pid>/status`` says it, as "S (sleeping)"; None: no such process."""
     found = re.search(r"^State:\s*(.+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
     return found[1] if found else None
-
-
-def _catches(pid: int, signum: int) -> bool:
-    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
-    return bool(found) and bool(int(found[1], 16) >> (signum - 1) & 1)  # type: ignore[index]
 
 
 def _children(pid: int) -> list[int]:

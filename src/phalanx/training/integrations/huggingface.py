@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed
@@ -24,6 +26,8 @@ from phalanx.training.integrations.notice import Notice, announce, under_agent
 dist: Any = torch.distributed
 
 MARK = "phalanx-commit.json"
+
+_BETWEEN = (__name__, "transformers.trainer_callback")
 
 
 class PhalanxCallback(TrainerCallback):  # type: ignore[misc]
@@ -47,7 +51,7 @@ class PhalanxCallback(TrainerCallback):  # type: ignore[misc]
             if under_agent()
             else f"Trainer without an agent: {stop}"
         )
-        self._notice.open()
+        self._notice.open(_loop(sys._getframe(1)))
         progress(int(state.global_step), "start")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -90,6 +94,13 @@ class PhalanxCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._notice.close()
         progress(phase="between")
+
+
+def _loop(frame: FrameType | None) -> FrameType | None:
+    """The trainer's loop, which has called us through its handler of callbacks."""
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    return frame
 
 
 def _commit(folder: Path, step: int, world: int) -> None:

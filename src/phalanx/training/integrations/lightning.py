@@ -50,6 +50,7 @@ class PhalanxCallback(Callback):  # type: ignore[misc]
         self._save_every = save_every
         self._keep = max(1, keep)
         self._notice = Notice(every, grace)
+        self._step = 0  # the last that was done
 
     def newest(self) -> str | None:
         """The newest checkpoint, for ``fit(ckpt_path=...)``; None if there is none."""
@@ -75,7 +76,8 @@ class PhalanxCallback(Callback):  # type: ignore[misc]
         )
         self._skip_used(trainer)
         self._notice.open()
-        progress(int(trainer.global_step), "start")
+        self._step = int(trainer.global_step)
+        progress(self._step, "start")
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -86,9 +88,12 @@ class PhalanxCallback(Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = int(trainer.global_step)
-        whole = (batch_idx + 1) % max(1, trainer.accumulate_grad_batches) == 0
+        if step == self._step:  # gradients are gathered: no checkpoint would have them
+            progress(step, "between")
+            return
+        self._step = step
         self.stopped = self._notice.agreed() or self.stopped
-        regular = self._save_every and whole and step % self._save_every == 0
+        regular = self._save_every and step % self._save_every == 0
         if self.stopped or regular:
             progress(step, "checkpoint")
             self._save(trainer, step)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -35,9 +36,16 @@ class Notice:
         self._before: Any = None
         self._pipe: tuple[int, int] | None = None
         self._wakeup = -1
+        self._loop: tuple[int, CodeType] | None = None
 
-    def open(self) -> None:
-        """Begin to listen. Outside of the main thread it hears nothing of its own."""
+    def open(self, loop: FrameType | None = None) -> None:
+        """Begin to listen. Outside of the main thread it hears nothing of its own.
+
+        ``loop``: the call that the steps are made in, for a library that does not say when an
+        exception ends it: once that has returned, SIGTERM means again what it did before.
+        """
+        # Not the frame itself: it would keep what its loop had in hand.
+        self._loop = (id(loop), loop.f_code) if loop is not None else None
         if self._pipe is not None or threading.current_thread() is not threading.main_thread():
             return
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -57,8 +65,22 @@ class Notice:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
 
-    def _on_signal(self, *_: Any) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._left(frame):
+            self.close()
+            signal.raise_signal(signum)
+            return
         self.heard = True
+
+    def _left(self, frame: FrameType | None) -> bool:
+        """Whether the main thread, which is at ``frame``, has left the loop."""
+        if self._loop is None:
+            return False
+        while frame is not None:
+            if (id(frame), frame.f_code) == self._loop:
+                return False
+            frame = frame.f_back
+        return True
 
     def _watch(self, fd: int) -> None:
         poll = select.poll()
