@@ -50,6 +50,10 @@ class Ended:
         done = []
         for event in self.events:
             data = event["data"]
+            if event["kind"] == "stopped" and data["saved"]:
+                done.append("stop")
+            if event["kind"] == "restart_group" and data.get("dumped") is not None:
+                done.append("dump")
             if event["kind"] == "recovered" and data["strategy"] != "restart":
                 done.append(data["strategy"])
             elif event["kind"] == "attempt_failed":
@@ -61,6 +65,11 @@ class Ended:
         marks = [float(path.read_text()) for path in self.folder.glob("fault-*")]
         good = [event["mono"] / 1e9 for event in self.of("recovered")]
         return round(good[-1] - max(marks), 4) if marks and good else None
+
+    def struck(self) -> set[tuple[int, int]]:
+        """The (rank, life of that rank) of the faults that came to pass."""
+        marks = [path.name.split("-") for path in self.folder.glob("fault-*")]
+        return {(int(rank), int(life)) for _, rank, life in marks}
 
     def reports(self) -> list[dict[str, Any]]:
         """The workers' reports of their last recovery in place."""

@@ -3,7 +3,8 @@
 Each row runs a small training job on 4 workers under ``phalanx run`` with a fault at one place,
 and compares with the same job without a fault, bit for bit: the loss of every step on every rank,
 the gradients of every step (that of the first common step among them), the final weights and
-buffers; and nothing may be left behind. The model's modules run in another order than they are
+buffers; each fault must have come to pass (a row whose fault never struck proves nothing), and
+nothing may be left behind. The model's modules run in another order than they are
 defined in, it has batch norm and dropout, and its data is shuffled and augmented with random
 numbers.
 
@@ -35,6 +36,8 @@ LIBRARIES = ROOT / ".venv-libraries" / "bin" / "python"
 WORLD = 4
 STEP = 4
 RETRY, IN_PLACE, RESTART = "retry", "recover-in-place", "restart"
+# What is done last, in words of `jobs.Ended.strategies`. After the latter two a second run goes on.
+DUMP_RESTART, DUMP_EXIT, STOP = "dump restart", "dump exit", "stop"
 DDP = {"model": "ddp"}
 BUCKETS = {"model": "ddp", "cap": 0.001}
 HYBRID = {"model": "hybrid"}
@@ -43,7 +46,8 @@ FULL = {"model": "fsdp"}
 
 @dataclass(frozen=True)
 class Row:
-    """``like``: what is different in the undisturbed run (None: left out of it)."""
+    """``like``: what is different in the undisturbed run (None: left out of it). ``again``: the
+    job ends by its fault, and a second run without one goes on."""
 
     model: str
     what: str
@@ -52,6 +56,7 @@ class Row:
     strategy: str = IN_PLACE
     words: tuple[str, ...] = ()
     like: dict[str, Any] = field(default_factory=dict)
+    again: bool = False
 
 
 def kill(rank: int, where: str, **more: Any) -> dict[str, Any]:
@@ -127,18 +132,28 @@ def rows() -> Iterator[Row]:
                 ),
                 RESTART if gone else IN_PLACE,
             )
-        yield Row(
-            name,
-            "SIGKILL of rank 0 while it saves",
-            {**spec, "checkpoint": 2},
-            ({"rank": 0, "step": 3, "where": "commit", "kind": "kill"},),
-            like={"checkpoint": None},
-        )
+        for where, rank in (("save", 0), ("save", 2), ("written", 2), ("commit", 0)):
+            yield Row(
+                name,
+                f"SIGKILL of rank {rank} in a checkpoint ({where})",
+                {**spec, "checkpoint": 2},
+                ({"rank": rank, "step": 3, "where": where, "kind": "kill"},),
+                like={"checkpoint": None},
+            )
+        if spec is not BUCKETS:
+            yield from _resumed(name, spec)
     yield Row(
         "DDP",
         "SIGKILL, after-update, collective after it",
         {**DDP, "tail": True},
         (kill(1, "after-update"),),
+    )
+    yield Row(
+        "FSDP2 1x4",
+        "device error, backward, rank 1",
+        FULL,
+        ({"rank": 1, "step": STEP, "where": "backward", "kind": "device"},),
+        RETRY,
     )
     yield Row(
         "FSDP2 1x4",
@@ -171,6 +186,41 @@ def rows() -> Iterator[Row]:
         )
 
 
+def _resumed(name: str, spec: dict[str, Any]) -> Iterator[Row]:
+    """The state is written down when nothing else is left, or when the job is told to stop."""
+    kept = {**spec, "checkpoint": 1000}
+    fault = {"rank": 1, "step": STEP, "where": "forward", "kind": "device", "always": True}
+    fault |= {"incarnation": "any"}
+    like = {"checkpoint": None}
+    yield Row(
+        name,
+        "device error that no try cures, dump, restart",
+        kept,
+        ({**fault, "attempt": 0},),
+        DUMP_RESTART,
+        like=like,
+    )
+    yield Row(
+        name,
+        "the same, dump, exit, another run",
+        kept,
+        (fault,),
+        DUMP_EXIT,
+        ("--max-restarts", "0"),
+        like,
+        again=True,
+    )
+    yield Row(
+        name,
+        "SIGTERM of the agent, stop, another run",
+        {**kept, "steps": 80, "pause": 0.05},
+        ({"rank": 0, "step": STEP, "where": "forward", "kind": "stop-job"},),
+        STOP,
+        like={**like, "pause": None},
+        again=True,
+    )
+
+
 class Bench:
     """Runs rows; several at once, and each kind of undisturbed run only once."""
 
@@ -190,10 +240,22 @@ class Bench:
         ended = jobs.run({**row.spec, "faults": faults}, WORLD, words=row.words)
         result["left"] = ended.left
         result["strategies"] = taken = ended.strategies
-        result["as_expected"] = taken[-1:] == [row.strategy] and not ended.left
+        due = {(fault["rank"], fault.get("incarnation", 0)) for fault in faults}
+        wanted = {(rank, 0 if life == "any" else life) for rank, life in due}
+        result["never_struck"] = sorted(wanted - ended.struck())
+        last = " ".join(taken[-len(row.strategy.split()) :])
+        result["as_expected"] = (
+            last == row.strategy and not ended.left and not result["never_struck"]
+        )
         try:
-            if ended.status != 0:
+            if (ended.status == 0) is row.again:
                 raise OSError(f"exit status {ended.status}")
+            if row.again:
+                ended = jobs.run(row.spec, WORLD, folder=ended.folder)
+                result["left"] += ended.left
+                result["as_expected"] &= not ended.left
+                if ended.status != 0:
+                    raise OSError(f"exit status {ended.status} of the second run")
             result |= jobs.Outcome.of(ended.folder, WORLD).like(expected)
         except OSError as error:
             result["error"] = f"{error}\n{ended.text[-4000:]}"
@@ -241,7 +303,9 @@ def line(result: dict[str, Any]) -> str:
         f"{result['model']:22} {result['fault']:46} {' '.join(result['strategies']):26} "
         f"{words[0]:4} {words[1]:4} {words[2]:7} {result.get('lost_steps')!s:>5}  "
         f"{result.get('seconds')!s:>7}"
-        + ("" if result["as_expected"] else f"  NOT AS EXPECTED {result.get('left') or ''}")
+        + ("" if result["as_expected"] else "  NOT AS EXPECTED")
+        + (f" left: {result['left']}" if result.get("left") else "")
+        + (f" never struck: {result['never_struck']}" if result.get("never_struck") else "")
         + (f"  {result['error']}" if "error" in result else "")
     )
 

@@ -403,6 +403,22 @@ def test_imports_are_done_once_and_workers_have_them(scene, tmp_path):
     assert len(where) == 1 and not where & {w.pid for w in workers}
 
 
+@pytest.mark.parametrize(
+    "code", ["import phalanx", "from phalanx import progress", "import phalanx.events.log"]
+)
+def test_what_is_preloaded_has_the_same_package_as_the_program(scene, tmp_path, code):
+    """Two copies of it would be two of each class: what one raises the other does not catch."""
+    supervisor = scene.supervisor(module(tmp_path, "helper", code))
+    program = scene.program(
+        "import sys, phalanx, helper\n"
+        "ours = [v for v in vars(helper).values() if v in (phalanx, phalanx.progress)]\n"
+        "sys.exit(7 if ours and sys.modules['phalanx'] is phalanx else 1)"
+    )
+    (worker,) = supervisor.start([scene.order(program, warm=True)])
+    scene.until_gone(supervisor, [worker])
+    assert worker.warm and worker.returncode == 7
+
+
 def test_exec_starts_do_not_wait_for_imports(scene, tmp_path):
     gate = tmp_path / "gate"
     os.mkfifo(gate)

@@ -73,17 +73,20 @@ def warm() -> None:
 
 class Faults:
     """``{"rank", "step", "where", "kind", "incarnation"}``: what goes wrong, once each
-    (``"incarnation": "any"`` with ``"once": NAME``: once in all lives of the rank)."""
+    (``"incarnation": "any"`` with ``"once": NAME``: once in all lives of the rank; ``"always"``:
+    each time; ``"attempt"``: only in that start of the whole group)."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.incarnation = int(os.environ.get("INCARNATION", "0"))
         self.folder = Path(spec["folder"])
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.faults = [
             fault
             for fault in spec.get("faults", [])
             if fault["rank"] == self.rank
             and fault.get("incarnation", 0) in (self.incarnation, "any")
+            and fault.get("attempt", attempt) == attempt
         ]
         self.step = -1
 
@@ -116,6 +119,9 @@ class Faults:
         elif kind in ("kill-soon", "stop-soon"):
             number = signal.SIGKILL if kind == "kill-soon" else signal.SIGSTOP
             threading.Timer(fault.get("seconds", 0.03), os.kill, (os.getpid(), number)).start()
+        elif kind == "stop-job":  # under `phalanx run`: the agent is the parent of our keeper
+            keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
+            os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGTERM)
         elif kind == "sleep":
             time.sleep(fault["seconds"])
         elif kind == "device":
@@ -305,9 +311,10 @@ def _patch(faults: Faults) -> None:
             return real(self, *args)
 
         setattr(Job, name, wrapped)
+    from phalanx.training import checkpoint
     from phalanx.training.checkpoint import Checkpoints
 
-    commit, save = Checkpoints._commit, Checkpoints.save
+    commit, save, write = Checkpoints._commit, Checkpoints.save, checkpoint._write
 
     def striking_commit(self: Any, *args: Any) -> None:
         faults.at("commit", args[2])
@@ -317,4 +324,10 @@ def _patch(faults: Faults) -> None:
         faults.at("save", step)
         save(self, step, *args)
 
+    def striking_write(path: Path, data: bytes) -> None:
+        write(path, data)
+        if path.name == f"own-{faults.rank}.bin":  # the last that a rank writes of a step
+            faults.at("written", int(path.parent.name.split("-")[1]))
+
     Checkpoints._commit, Checkpoints.save = striking_commit, striking_save
+    checkpoint._write = striking_write

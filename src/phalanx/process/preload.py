@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -344,6 +345,7 @@ def perform(plan: PreloadPlan) -> PreloadReport:
     imported: list[str] = []
     collecting = gc.isenabled()
     gc.disable()
+    known = frozenset(map(id, sys.modules.values()))
     try:
         with _quiet() as output:
             for name in plan.modules:
@@ -363,7 +365,8 @@ def perform(plan: PreloadPlan) -> PreloadReport:
             }
             os.environ.clear()
             os.environ.update(environment)
-            bootstrap.inherit(changed, ourselves=any(_is_ours(name) for name in imported))
+            ourselves = any(_is_ours(name) for name in imported) or _are_used(known)
+            bootstrap.inherit(changed, ourselves)
             why_not = _trial()
         why_not = why_not or before.what_changed()
     finally:
@@ -383,6 +386,31 @@ def perform(plan: PreloadPlan) -> PreloadReport:
 
 def _is_ours(name: str) -> bool:
     return name.partition(".")[0] == "phalanx"
+
+
+def _are_used(known: frozenset[int]) -> bool:
+    """Whether a module imported since ``known`` (ids of modules) uses this package.
+
+    Then our modules must stay loaded in a worker: the program's own imports would make them a
+    second time, and what is preloaded would use other classes than the program does.
+    """
+    for name, module in list(sys.modules.items()):
+        if id(module) in known:  # whatever its name: multiprocessing gives the main one another
+            continue
+        if _is_ours(name):
+            return True
+        for value in list(getattr(module, "__dict__", {}).values()):
+            # of these kinds only: to ask others for an attribute may run anything
+            kind = type(value)
+            if kind is ModuleType:
+                owner = value.__dict__.get("__name__")
+            elif kind is FunctionType or kind is type:
+                owner = value.__module__
+            else:
+                continue
+            if isinstance(owner, str) and _is_ours(owner):
+                return True
+    return False
 
 
 def _import(name: str) -> Callable[[], object]:
