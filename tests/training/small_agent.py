@@ -383,9 +383,9 @@ class Agent:
         self.decided_at[self.generation] = time.monotonic()
         return self._store()
 
-    def _send(self, worker: Worker, kind: str, **fields: Any) -> None:
+    def _send(self, worker: Worker, kind: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
         with contextlib.suppress(ChannelClosed):
-            worker.channel.send(kind, **fields)
+            worker.channel.send(kind, fds, **fields)
 
     def _do_retry(self) -> None:
         for worker in self.living():
@@ -441,8 +441,11 @@ class Agent:
         if plan is None:
             return
         order = {"generation": self.generation, "step": plan.step, "writers": list(plan.writers)}
+        slates = {r: k["slate"] for r, k in self.kept.items() if "slate" in k}
         for worker in living:
-            self._send(worker, "dump", **order)
+            given = slates if worker.rank == plan.writers[0] else {}
+            fds = tuple(given.values())
+            self._send(worker, "dump", fds, records=list(given), **order)
         writers = [worker for worker in living if worker.rank in plan.writers]
         answers = self._answers(living, "dumped", self.generation)
         wrote = {worker.rank for worker, fields in answers if fields["complete"]}

@@ -128,6 +128,19 @@ def test_dump_and_resume(train, undisturbed, model):
     assert [entry.name for entry in (run.folder / "checkpoints").iterdir()] == ["step-0000000004"]
 
 
+@pytest.mark.parametrize("model", ["ddp", "hybrid"])
+def test_a_dump_has_what_was_the_own_of_dead_ranks(train, undisturbed, model):
+    """The next run has nothing but the checkpoint: random states and data of rank 1 are in it."""
+    policy = Policy(enabled=frozenset({Strategy.DUMP}))
+    fault = {"rank": 1, "step": 5, "where": "mid-backward", "kind": "kill"}
+    kind = {"model": model, "checkpoint": 100}
+    first = train(faults=[fault], policy=policy, **kind)
+    assert strategies(first) == [Strategy.EXIT] and first.agent.dumped.step == 4
+    again = train(folder=first.folder, **kind)
+    again.same_as(undisturbed(model=model))
+    assert [line["step"] for line in again.traces[1]] == list(range(8))
+
+
 def test_no_dump_of_half_a_state(train):
     policy = Policy(enabled=frozenset({Strategy.DUMP}))
     fault = {"rank": 1, "step": 5, "where": "backward", "kind": "kill"}

@@ -30,7 +30,7 @@ from phalanx.elastic.multiprocessing.api import wall_ns
 from phalanx.elastic.multiprocessing.errors import ProcessFailure
 from phalanx.events import EVENTS_ENV
 from phalanx.process import errorfile, pause, syscalls, tree
-from phalanx.process.channel import ChannelClosed, ChannelFull, Message
+from phalanx.process.channel import MAX_FDS, ChannelClosed, ChannelFull, Message
 from phalanx.process.supervisor import (
     StartOrder,
     Supervisor,
@@ -61,6 +61,9 @@ LATE_TICK = 0.1
 
 SAID_LIMIT = 1000
 """How many messages of one worker the events record takes."""
+
+SLATE = "slate"
+"""What a session calls the memory in which a rank writes what is its own (``keep``)."""
 
 TIMER_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
@@ -353,6 +356,31 @@ class Crew:
             pass  # dead: we are about to be told
         except ChannelFull:
             self._kill(worker, "reads no messages of the agent")
+
+    def dump(
+        self, local_ranks: Iterable[int], *, writers: Sequence[int], commit: bool, **order: Any
+    ) -> None:
+        """Order a last checkpoint. With it goes what ranks gave to be kept step by step: a rank
+        whose process is dead or new cannot write down itself what was its own.
+        """
+        told = list(local_ranks)
+        scribes = [local for local in told if self.ranks[local] in writers] or told
+        given: dict[int, dict[int, int]] = {local: {} for local in told}
+        if not commit and scribes:
+            for number, (local, kept) in enumerate(sorted(self._kept.items())):
+                records = given[scribes[number % len(scribes)]]
+                if SLATE in kept and len(records) < MAX_FDS:
+                    records[self.ranks[local]] = kept[SLATE]
+        for local, records in given.items():
+            self._tell(
+                self.workers[local],
+                "dump",
+                tuple(records.values()),
+                records=list(records),
+                writers=list(writers),
+                commit=commit,
+                **order,
+            )
 
     def _hand_over(self, worker: WorkerProcess) -> None:
         """Give a fresh process what earlier ones of its rank wanted kept."""

@@ -139,8 +139,7 @@ class Hands:
 
     def dump(self, ranks: Iterable[int], **order: Any) -> None:
         """Have them write a last checkpoint; ``order`` are the message's fields."""
-        for local_rank in self.local(ranks).values():
-            self.crew.tell(local_rank, "dump", **order)
+        self.crew.dump(self.local(ranks).values(), **order)
 
     def exit(self, ranks: Iterable[int], code: int) -> None:
         """Have them end, with an exception of their own if they have one."""

@@ -592,15 +592,13 @@ class NodeAgent:
         a = self.assignment
         if a is None or telling.generation != a.generation:
             return
-        for local_rank in self.crew.workers:
-            self.crew.tell(
-                local_rank,
-                "dump",
-                generation=telling.generation,
-                step=telling.step,
-                writers=list(telling.writers),
-                commit=telling.commit,
-            )
+        self.crew.dump(
+            self.crew.workers,
+            generation=telling.generation,
+            step=telling.step,
+            writers=list(telling.writers),
+            commit=telling.commit,
+        )
 
     def _recovered(self, telling: m.Recovered) -> None:
         self.crew.close_old_stores()

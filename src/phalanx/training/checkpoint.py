@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,19 @@ class Checkpoints:
             _write(draft / "extra.bin", codec.pack(extra))
         _write(draft / f"own-{rank}.bin", b"".join(state.record(protected, guard, own_only=False)))
 
+    def dump_records(self, step: int, generation: int, records: Mapping[int, bytes | None]) -> None:
+        """Write what ranks had of their own at the start of the step after ``step``, for those
+        that cannot do so themselves: their processes are dead or new.
+
+        :raises OSError: storage. :raises Superseded: see there.
+        """
+        self._fence(generation)
+        draft = self.path / f"draft-{step:010d}-{generation}"
+        for rank, record in records.items():
+            if record is not None:
+                draft.mkdir(parents=True, exist_ok=True)
+                _write(draft / f"kept-{rank}.bin", record)
+
     def commit_dump(self, step: int, generation: int, world: int) -> None:
         """Give what all have written its name. By one rank, when all are done."""
         draft = self.path / f"draft-{step:010d}-{generation}"
@@ -185,7 +198,8 @@ class Checkpoints:
     ) -> Any:
         """Put the state after ``step`` into the protected objects; returns its ``extra``.
 
-        ``kept``: this rank's own record, in case the checkpoint was dumped without it.
+        ``kept``: this rank's own record, in case the checkpoint was dumped without it. That of
+        the checkpoint itself goes before.
 
         :raises StateMismatch: it was saved from other objects. :raises OSError: storage.
         """
@@ -201,6 +215,9 @@ class Checkpoints:
         some = own if own.exists() else min(place.glob("own-*.bin"))
         random, small, buffers = state.split_record(some.read_bytes())
         if some != own:
+            dumped = place / f"kept-{rank}.bin"
+            if dumped.exists():
+                kept = dumped.read_bytes()
             if kept is None:  # more ranks than when it was saved
                 protected.load_small(small)
                 return codec.unpack((place / "extra.bin").read_bytes())

@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,15 +77,24 @@ class Dump:
     step: int
     writers: tuple[int, ...]
     commit: bool
+    #: descriptors of the slates that ranks gave to be kept, by rank; who takes this closes them
+    records: dict[int, int]
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> Dump:
+    def of(cls, fields: dict[str, Any], fds: Sequence[int]) -> Dump:
         """:raises ValueError: a field is missing or of the wrong kind."""
         writers = fields.get("writers")
         generation, step = _number(fields.get("generation")), fields.get("step")
         if generation < 1 or not isinstance(step, int) or not isinstance(writers, list):
             raise ValueError(f"dump: generation, step and writers are needed, not {fields}")
-        return cls(generation, step, tuple(map(_number, writers)), fields.get("commit") is True)
+        ranks = fields.get("records", [])
+        if not isinstance(ranks, list) or len(ranks) != len(fds):
+            raise ValueError(f"dump: records {ranks!r} came with {len(fds)} descriptors")
+        records = dict(zip(map(_number, ranks), fds, strict=True))
+        if len(records) != len(fds):
+            raise ValueError(f"dump: records {ranks!r} name a rank twice")
+        commit = fields.get("commit") is True
+        return cls(generation, step, tuple(map(_number, writers)), commit, records)
 
 
 @dataclass(frozen=True)
@@ -168,6 +177,7 @@ class Link:
     def _take(self, message: Message) -> None:
         fields = message.fields
         over = -1
+        taken = False  # whether the message's descriptors have a new owner
         with self._news:
             if message.type == "leave":
                 over = _number(fields.get("generation"))
@@ -184,11 +194,13 @@ class Link:
             elif message.type == "kept":
                 names = [str(name) for name in fields.get("names", [])]
                 self.kept = dict(zip(names, message.fds, strict=False))
+                taken = True
             elif message.type == "stop_at":
                 self.stop_at = _number(fields.get("step"))
             elif message.type == "dump":
                 with contextlib.suppress(ValueError):
-                    self._dumps.append(Dump.of(fields))
+                    self._dumps.append(Dump.of(fields, message.fds))
+                    taken = True
             elif message.type in ("commit", "refused"):
                 within = fields.get("within") if message.type == "commit" else None
                 self._permit = (
@@ -205,7 +217,7 @@ class Link:
             else:
                 over = -1
             self._news.notify_all()
-        if message.type != "kept":
+        if not taken:
             for fd in message.fds:
                 os.close(fd)
         if over >= 0:

@@ -338,9 +338,12 @@ class Member:
         if self._page is not None:
             self._page.beat(step=max(0, self._last()), phase="checkpoint")
         text = ""
+        records = {rank: _read(fd, order.step + 1) for rank, fd in order.records.items()}
         try:
             if self._checkpoints is None:
                 raise LostState("no checkpoint directory was given to session()")
+            if not order.commit:
+                self._checkpoints.dump_records(order.step, order.generation, records)
             if order.commit:
                 self._checkpoints.commit_dump(order.step, order.generation, self.world)
             elif self._clean() and self._last() == order.step:
@@ -683,6 +686,16 @@ def _broadcast(group: Any, source: int, rank: int, text: bytes) -> bytes:
 
 def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _read(fd: int, step: int) -> bytes | None:
+    """The record of the start of ``step`` in the slate behind ``fd``, which is closed."""
+    slate = _attach(fd)
+    if slate is None:
+        return None
+    record = slate.read(step)
+    slate.close()
+    return None if record is None else record[0]
 
 
 def _attach(fd: int) -> Slate | None:
