@@ -1,7 +1,9 @@
 """A program whose world may change: ``python elastic.py [STATE STEPS]``. Trains until there is a
 file ``enough``; tells of each step its loss and samples, of each change of the world, and writes
-down its state after each step. With STATE it goes on from one of those, for so many steps."""
+down its state after each step. With STATE it goes on from one of those (-: from the beginning), for
+so many steps."""
 
+import json
 import os
 import sys
 import time
@@ -37,11 +39,13 @@ with training.session(backend="gloo", elastic=MODE) as job:
     def resized(before: int, now: int) -> None:
         say("resized", before, now, job.rank)
         for group in optimizer.param_groups:
-            group["lr"] = 0.01 * now / 3
+            group["lr"] = 0.01 * now / 3 if MODE == "step" else 0.01
 
     job.protect(model=net, optim=optimizer, on_resize=resized)
     start, steps = 0, 1_000_000
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and sys.argv[1] == "-":
+        steps = int(sys.argv[2])
+    elif len(sys.argv) > 1:
         saved = torch.load(sys.argv[1])
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optim"])
@@ -51,12 +55,14 @@ with training.session(backend="gloo", elastic=MODE) as job:
         resized(saved["world"], job.world)
     for step in job.steps(steps, start):
         with step:
-            ids = next(batches)
-            epoch = batches.epoch
             optimizer.zero_grad()
-            loss = net(points[ids]).square().mean()
-            time.sleep(0.01)
-            loss.backward()
+            ids, total = [], 0.0
+            for some, weight in job.parts(batches):
+                loss = net(points[some]).square().mean() * weight
+                time.sleep(0.01)
+                loss.backward()
+                ids.append(some.tolist())
+                total += loss.item()
             enough = torch.tensor([float((OUT / "enough").exists())])
             dist.all_reduce(enough)
             optimizer.step()
@@ -64,9 +70,9 @@ with training.session(backend="gloo", elastic=MODE) as job:
             continue
         say(
             *(int(step), job.rank, job.world, os.environ["TORCHELASTIC_RESTART_COUNT"]),
-            *(job.generation, os.getpid(), HOST, time.monotonic(), loss.item()),
+            *(job.generation, os.getpid(), HOST, time.monotonic(), total),
         )
-        say("ids", int(step), job.rank, job.world, epoch, ",".join(map(str, ids.tolist())))
+        say("ids", int(step), job.rank, job.world, json.dumps(ids).replace(" ", ""))
         if job.rank == 0 and len(sys.argv) == 1:
             state = {"model": net.state_dict(), "optim": optimizer.state_dict()}
             more = {"batches": batches.state_dict(), "step": int(step), "world": job.world}

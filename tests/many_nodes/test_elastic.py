@@ -3,6 +3,7 @@ again, no sample is lost or had twice, and the losses are those of an undisturbe
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -37,36 +38,43 @@ def orders(samples: int, seed: int, epochs: int) -> list[list[int]]:
     return made
 
 
-def check_samples(made: Any, until: int) -> None:
-    """Each step took the next samples of the epoch's order, dealt out to the ranks there were."""
+def check_samples(made: Any, until: int, shares: int | None = None) -> None:
+    """Each step took the next samples of the epoch's order, dealt out to the ranks there were; or
+    always to so many shares, which the ranks divide among them."""
     samples, batch = 997, 2
     worlds: dict[int, int] = {}
-    ids: dict[tuple[int, int], list[int]] = {}
-    for step, rank, world, _, some in said(made, "ids"):
+    ids: dict[tuple[int, int], list[list[int]]] = {}
+    for step, rank, world, some in said(made, "ids"):
         worlds[int(step)] = int(world)
-        ids[int(step), int(rank)] = [int(i) for i in some.split(",")]
+        ids[int(step), int(rank)] = json.loads(some)
     epochs = orders(samples, 3, 100)
     epoch = at = 0
     for step in range(until):
         world = worlds[step]
+        dealt = shares or world
         rest = epochs[epoch][at:]
-        each = -(-len(rest) // world)
-        padded = rest + epochs[epoch][: each * world - len(rest)]
+        each = -(-len(rest) // dealt)
+        padded = rest + epochs[epoch][: each * dealt - len(rest)]
         size = min(batch, each)
         for rank in range(world):
             # a rank that was killed may not have come to tell
             if (step, rank) in ids:
-                assert ids[step, rank] == padded[rank : world * size : world], (step, rank)
-        at += world * size
+                parts = [padded[one : dealt * size : dealt] for one in range(rank, dealt, world)]
+                assert ids[step, rank] == parts, (step, rank)
+        at += dealt * size
         if at >= samples:
             epoch, at = epoch + 1, 0
 
 
 def losses(made: Any) -> dict[tuple[int, int], float]:
-    return {(s.step, s.rank): s.loss for s in made.steps()}
+    return {(s.step, s.rank): float(s.loss) for s in made.steps()}
 
 
-def test_a_node_is_lost_and_the_others_go_on_with_their_processes(cluster, monkeypatch) -> None:
+@pytest.mark.parametrize("mode", ["step", pytest.param("batch", marks=slow)])
+def test_a_node_is_lost_and_the_others_go_on_with_their_processes(
+    cluster, monkeypatch, mode
+) -> None:
+    monkeypatch.setenv("TEST_ELASTIC", mode)
     made = cluster(3)
     agents = [made.start(n, f"--nnodes 2:3 {JOB}", ELASTIC) for n in range(3)]
     made.trains(3)
@@ -92,7 +100,7 @@ def test_a_node_is_lost_and_the_others_go_on_with_their_processes(cluster, monke
     first = min(s.step for s in steps if s.world == 2)
     assert sorted(said(made, "resized")) == [["3", "2", "0"], ["3", "2", "1"]]
     assert {s.world for s in steps if s.step < first} == {3}
-    check_samples(made, max(s.step for s in steps))
+    check_samples(made, max(s.step for s in steps), 3 if mode == "batch" else None)
     disturbed = losses(made)
     # the same program from that state, in a world of that size, that loses nobody
     (made.folder / "said").rename(made.folder / "said.disturbed")
@@ -105,6 +113,14 @@ def test_a_node_is_lost_and_the_others_go_on_with_their_processes(cluster, monke
         (step, rank) for step in range(first, first + 15) for rank in (0, 1)
     }
     assert {key: disturbed[key] for key in undisturbed} == undisturbed
+    if mode == "batch":  # but for the order of sums, that of three that nobody left
+        (made.folder / "said").rename(made.folder / "said.calm")
+        calm = made.start(0, "--nproc-per-node 3", ELASTIC, ["-", str(first + 15)])
+        assert calm.wait() == 0, calm.err
+        whole = losses(made)
+        for step in range(first, first + 15):
+            mean = sum(disturbed[step, rank] for rank in range(2)) / 2
+            assert mean == pytest.approx(sum(whole[step, rank] for rank in range(3)) / 3, rel=1e-3)
 
 
 @slow

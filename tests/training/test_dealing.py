@@ -22,9 +22,12 @@ from phalanx.training.data import Batches  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-def batches(samples: int, batch: int, rank: int, world: int, **how: Any) -> Batches:
+def batches(
+    samples: int, batch: int, rank: int, world: int, *, keep: bool = False, **how: Any
+) -> Batches:
     sampler = DistributedSampler(range(samples), world, rank, seed=5, **how)
-    return Batches(DataLoader(range(samples), batch, sampler=sampler), rank=rank, world=world)
+    loader = DataLoader(range(samples), batch, sampler=sampler)
+    return Batches(loader, rank=rank, world=world, keep=keep)
 
 
 def epoch_of(samples: int, drop_last: bool, batch: int, plan: list[tuple[int, int]]) -> Any:
@@ -52,7 +55,7 @@ def epoch_of(samples: int, drop_last: bool, batch: int, plan: list[tuple[int, in
         for _ in range(steps):
             for one in ranks:
                 next(one)
-                one._recent and had.append(one._recent[-1][0].tolist())
+                had.append(one._recent[-1][0][0].tolist())
             if {one.epoch for one in ranks} != {0}:
                 assert {one.epoch for one in ranks} == {1}
                 return had[: -len(ranks)], ranks
@@ -83,7 +86,7 @@ def test_no_sample_is_lost_or_had_twice(
     fresh = [batches(samples, batch, r, world, drop_last=drop_last) for r in range(world)]
     for one, other in zip(ranks, fresh, strict=True):
         other.epoch = 1
-        assert one._recent[-1][0].tolist() == next(other).tolist()
+        assert one._recent[-1][0][0].tolist() == next(other).tolist()
         assert next(one).tolist() == next(other).tolist()
 
 
@@ -136,3 +139,63 @@ def test_a_sampler_of_another_kind_goes_on_where_it_was() -> None:
     same = Batches(DataLoader(range(24), 2, sampler=RandomSampler(range(24))))
     assert next(same).tolist() == first
     assert next(one).tolist() == next(same).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(5, 60),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), max_size=4),
+)
+def test_the_batch_of_all_is_kept(
+    samples: int, batch: int, shares: int, plan: list[tuple[int, int]]
+) -> None:
+    """However many ranks there are, together they have what so many would have had."""
+    calm = [batches(samples, batch, r, shares) for r in range(shares)]
+    ranks = [batches(samples, batch, r, shares, keep=True) for r in range(shares)]
+    for world, steps in [(shares, 2), *plan]:
+        state = ranks[0].state_dict()
+        newcomers = [batches(samples, batch, r, world, keep=True) for r in range(world)]
+        ranks = [*ranks[:world], *newcomers[len(ranks) :]]
+        for rank, one in enumerate(ranks):
+            one.assume(rank, world)
+            one.load_state_dict(state)
+            one.redeal()
+        for _ in range(steps):
+            had: dict[int, list[int]] = {}
+            for rank, one in enumerate(ranks):
+                parts, weight = one.parts()
+                assert weight == (world / shares if rank < shares else 0)
+                for share, part in zip(range(rank, shares, world), parts, strict=rank < shares):
+                    had[share] = part.tolist()
+            assert had == {share: next(one).tolist() for share, one in enumerate(calm)}
+
+
+def test_the_batch_of_all_needs_to_know_how_it_is_dealt_out() -> None:
+    with pytest.raises(ValueError, match="DistributedSampler"):
+        Batches(DataLoader(range(24), 2), keep=True)
+    with pytest.raises(TypeError, match=r"job\.parts"):
+        next(batches(24, 2, 0, 2, keep=True))
+
+
+def test_a_step_that_is_done_again_does_not_read_the_epoch_again() -> None:
+    read = []
+
+    class Noting(torch.utils.data.Dataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> int:
+            read.append(index)
+            return index
+
+    one = Batches(DataLoader(Noting(), 2))
+    for _ in range(5):
+        one.forget()
+        begin = one.state_dict()
+        first = next(one).tolist()
+        one.state_dict()  # as the record after the forward pass does
+    one.load_state_dict(begin)
+    assert next(one).tolist() == first
+    assert len(read) == 10

@@ -39,7 +39,7 @@ from phalanx.training.wrappers import UnsupportedTorch, Wrappers, missing_names
 log = logging.getLogger("phalanx.training")
 dist: Any = torch.distributed
 
-ELASTIC = ("off", "step")
+ELASTIC = ("off", "step", "batch")
 CAPABILITIES = ("leave", "join", "retry", "recover-in-place", "stop_at", "dump", "keep", "resize")
 
 
@@ -252,11 +252,37 @@ class Job(Member):
     def batches(self, loader: Iterable[Any], sampler: Any = None) -> Batches:
         """A protected endless run over ``loader``: `Batches`."""
         batches = Batches(
-            loader, sampler, again=self._link is not None, rank=self.rank, world=self.world
+            loader,
+            sampler,
+            again=self._link is not None,
+            rank=self.rank,
+            world=self.world,
+            keep=self._elastic == "batch",
         )
         name = f"batches{sum(isinstance(t, Batches) for t in self._protected.small.values())}"
         self._protected.add(name, batches)
         return batches
+
+    def parts(self, batches: Batches) -> Iterator[tuple[Any, float]]:
+        """The batches of this rank for this step, each with the factor for its loss::
+
+            optim.zero_grad()
+            for batch, weight in job.parts(batches):
+                (loss_of(model, batch) * weight).backward()
+            optim.step()
+
+        One with the factor 1, but for a world of another size than at first and
+        ``elastic="batch"``. Gradients are exchanged in the last one only.
+        """
+        some, weight = batches.parts()
+        for left, batch in zip(range(len(some) - 1, -1, -1), some, strict=True):
+            if len(some) > 1:
+                self._sync_gradients(not left)
+            yield batch, weight
+
+    def _sync_gradients(self, on: bool) -> None:
+        for wrapper in self._wrappers.ddp:
+            wrapper.ddp.require_backward_grad_sync = on
 
     # -- the loop ------------------------------------------------------------------
 
@@ -373,6 +399,9 @@ class Job(Member):
             self._page.beat(step=int(step), phase="step")
         assert self._guard is not None
         self._guard.begin()
+        self._protected.forget()
+        if self._elastic == "batch":
+            self._sync_gradients(True)  # a step that broke off may have left it off
         self._write_slate(int(step), self._record(), state.BEGIN)
         self._grads_none = True
         for parameter in self._protected.parameters():
@@ -637,7 +666,9 @@ def session(
     ``elastic``: what becomes of the others when a node is lost that nobody replaces, or more come:
     "off": all start again. "step": they keep their processes and go on as a smaller or larger
     world, each rank with its batch, so that the global batch changes with the world
-    (``protect(on_resize=...)`` may scale the learning rate). Data parallel programs only.
+    (``protect(on_resize=...)`` may scale the learning rate). "batch": so too, but the global batch
+    stays: ranks take over the batches of those that are gone (`Job.parts`). Data parallel programs
+    only.
 
     :raises ValueError: ``elastic`` is another word.
     """

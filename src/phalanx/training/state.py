@@ -96,6 +96,12 @@ class Protected:
             elif isinstance(thing, _EpochOnly):
                 deal(thing._sampler, rank, world, before=before)
 
+    def forget(self) -> None:
+        """A step begins: the data of those before will not be asked for again."""
+        for thing in self.small.values():
+            if isinstance(thing, Batches):
+                thing.forget()
+
     def redeal(self) -> None:
         """What is left of the data goes to the ranks there are now."""
         for thing in self.small.values():
