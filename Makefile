@@ -29,7 +29,7 @@ $(LIBRARIES)/.made: pyproject.toml
 	$(PYTHON) -m venv $(LIBRARIES)
 	$(LIBRARIES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
 	$(LIBRARIES)/bin/python -m pip install --quiet --disable-pip-version-check lightning transformers \
-		accelerate pytest pytest-timeout -e '.[stacks]'
+		accelerate hypothesis pytest pytest-timeout -e '.[stacks]'
 	touch $@
 
 test-libraries: $(LIBRARIES)/.made  ## Lightning, Hugging Face and Accelerate, the real ones

@@ -271,6 +271,8 @@ def test_crash_that_was_noticed_a_little_after_its_collateral_is_the_cause(tmp_p
     failures = {0: failure(1, NOW + 9, 0, collateral), 1: failure(-9, NOW + SECOND // 20, 1)}
     assert first_failure(failures) == 1
     failures[1] = failure(-9, NOW + SECOND, 1)
+    assert first_failure(failures) == 1  # a lost connection is never the cause of a crash
+    failures[0] = failure(1, NOW + 9, 0, error_file(tmp_path / "f.json", "no such key", NOW))
     assert first_failure(failures) == 0
 
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import select
 import signal
 import sys
@@ -42,13 +43,13 @@ def functions(monkeypatch):
 def nothing_is_left() -> Iterator[None]:
     """No child but Python's own helpers, no descriptor, no thread stays."""
     gc.collect()
-    before, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    before, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
     children = set(tree.children(os.getpid()))
     yield
     for pid in set(tree.children(os.getpid())) - children:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"resource_tracker" in command or b"forkserver" in command, command
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads  # an earlier test's may have been ending
     helpers = 3  # descriptors that multiprocessing keeps for those
     assert len(set(os.listdir("/proc/self/fd")) - before) <= helpers
 
@@ -188,7 +189,8 @@ def test_exit_0_without_a_value_is_none_at_once(scene, functions, name):
 
 def test_values_that_cannot_be_passed_on_are_failures(scene, functions):
     failure = scene.result(functions.unpicklable).failures[0]
-    assert failure.exitcode == 1 and "pickle" in failure.message["message"]
+    assert failure.exitcode == 1
+    assert re.search("pickle|Can't get local object", failure.message["message"])
     failure = scene.result(functions.unreadable).failures[0]
     assert failure.explanation is not None and "unpickled" in failure.explanation
 

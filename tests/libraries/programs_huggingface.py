@@ -61,7 +61,7 @@ if __name__ == "__main__":
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
-        ddp_backend="gloo",
+        ddp_backend="gloo" if "RANK" in os.environ else None,
         seed=7,
     )
     ours = PhalanxCallback()

@@ -489,9 +489,15 @@ def test_a_nursery_that_is_killed_takes_no_worker_with_it_and_comes_back(scene):
 def test_a_stopped_nursery_does_not_stop_the_keeper(scene):
     supervisor = scene.supervisor(WARM)
     scene.until(supervisor, ready)
-    nursery, *forker = [e.pid for e in tree.descendants(supervisor._keeper.pid)]
-    for pid in (nursery, *forker):
-        os.kill(pid, signal.SIGSTOP)
+    (nursery,) = tree.children(supervisor._keeper.pid)
+    stopped: set[int] = set()
+    limit = time.monotonic() + 60
+    while not stopped >= {nursery, *(e.pid for e in tree.descendants(nursery))}:
+        assert time.monotonic() < limit
+        for pid in {nursery, *(e.pid for e in tree.descendants(nursery))} - stopped:
+            os.kill(pid, signal.SIGSTOP)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                stopped.add(pid)  # it forks no more
     program = scene.program("raise SystemExit(3)")
     with pytest.raises(TimeoutError):
         supervisor.start([scene.order(program, warm=True)], timeout=0.1)

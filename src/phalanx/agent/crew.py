@@ -40,6 +40,7 @@ from phalanx.process.supervisor import (
     WorkerGone,
     WorkerProcess,
 )
+from phalanx.recovery import blame
 
 if TYPE_CHECKING:
     from phalanx.elastic.timer import FileTimerServer
@@ -719,7 +720,7 @@ class Crew:
             returncode=worker.returncode,
             dead_ns=worker.dead_ns,
             stopped=stopped,
-            exception=exception or report.exception_in(lines),
+            exception=exception or blame.exception_in(lines),
             traceback=record.text if record and isinstance(message, dict) else "",
             stderr_tail=tuple(lines),
             log_file=path,

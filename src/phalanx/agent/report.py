@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from phalanx.recovery import policy
+from phalanx.recovery import blame, policy
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,17 @@ def looks_like_victim(end: WorkerEnd) -> bool:
 
 
 def root_cause(ends: Sequence[WorkerEnd]) -> WorkerEnd | None:
-    """The worker to blame: of those that failed and were not stopped by us, one that hung,
-    else one whose end is not the echo of another's, else the first that died. None: no
-    worker is.
-    """
+    """The worker to blame, of those that failed and were not stopped by us. None: no worker is."""
     failed = [e for e in ends if e.failed and not e.stopped]
-    if not failed:
-        return None
 
-    def blame(end: WorkerEnd) -> tuple[int, int]:
-        echo = 2 if looks_like_victim(end) else 1
-        return (0 if end.hung else echo, end.dead_ns or 0)
+    def order(end: WorkerEnd) -> tuple[int, int, int]:
+        return blame.order(
+            blame.Failure(
+                end.returncode, end.dead_ns or 0, hung=bool(end.hung), exception=end.exception
+            )
+        )
 
-    return min(failed, key=blame)
+    return min(failed, key=order, default=None)
 
 
 def how(end: WorkerEnd) -> str:
@@ -84,20 +81,6 @@ def how(end: WorkerEnd) -> str:
         first = end.exception.strip().splitlines()[0] if end.exception.strip() else "an exception"
         return f"raised {first[:300]}"
     return f"exited with code {code}"
-
-
-_EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*")
-
-
-def exception_in(lines: Sequence[str]) -> str | None:
-    """The exception that the last traceback in these lines ends with, if there is one."""
-    at = max((i for i, line in enumerate(lines) if line.startswith("Traceback (")), default=None)
-    if at is None:
-        return None
-    for line in lines[at + 1 :]:
-        if line and not line.startswith(" ") and _EXCEPTION.match(line):
-            return line
-    return None
 
 
 def describe(end: WorkerEnd) -> str:

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from phalanx.elastic.multiprocessing.errors.error_handler import ErrorHandler
 from phalanx.elastic.multiprocessing.errors.handlers import get_error_handler
 from phalanx.process import errorfile
+from phalanx.recovery import blame
 
 __all__ = [
     "ChildFailedError",
@@ -36,13 +37,6 @@ _NOT_AVAILABLE = "<N/A>"
 _NO_MESSAGE = "<NONE>"
 _HOW_TO_TRACE = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _SECOND = 1_000_000_000
-_REQUESTS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-# Signals that hardly ever follow from another worker's failure. What they cause does follow
-# within microseconds, and may be noted before the death itself has been noticed.
-_CRASHES = frozenset(
-    (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
-)
-_NOTICED_LATE = 100_000_000  # nanoseconds
 _WIDEST_RULER = 60
 
 _P = ParamSpec("_P")
@@ -146,21 +140,19 @@ def _may_hold_something(path: str) -> bool:
         return False
 
 
-def _order(failure: Any) -> tuple[bool, int, int]:
-    """What failures are sorted by: victims of the agent last, then time, then kind."""
+def _order(failure: Any) -> tuple[int, int, int]:
+    """What failures are sorted by: the smallest is the cause."""
     time_ns = getattr(failure, "timestamp_ns", None)
     # PyTorch's own class has whole seconds only, and those of ours can be set anew.
     if time_ns is None or failure.timestamp != getattr(failure, "_found_timestamp", None):
         time_ns = int(failure.timestamp) * _SECOND
-    if failure.exitcode >= 0:
-        kind = 1
-    else:
-        if -failure.exitcode in _CRASHES:
-            time_ns -= _NOTICED_LATE
-        # At the same time: a crash is a cause, an exception may be its consequence, and an
-        # ending on request is one.
-        kind = 2 if -failure.exitcode in _REQUESTS else 0
-    return bool(getattr(failure, "stopped_by_agent", False)), time_ns, kind
+    message = getattr(failure, "message", None)
+    text = message.get("message") if isinstance(message, dict) else message
+    stopped = bool(getattr(failure, "stopped_by_agent", False))
+    exception = text if isinstance(text, str) else None
+    return blame.order(
+        blame.Failure(failure.exitcode, time_ns, stopped=stopped, exception=exception)
+    )
 
 
 class ChildFailedError(Exception):
@@ -180,10 +172,8 @@ class ChildFailedError(Exception):
         return type(self), (self.name, self.failures)
 
     def get_first_failure(self) -> tuple[GlobalRank, ProcessFailure]:
-        """The cause: the earliest failure that the agent did not bring about itself.
-
-        Among victims of the agent only, the earliest of them.
-        """
+        """The cause, as `phalanx.recovery.blame` finds it: the earliest failure that is neither
+        the echo of another's nor was brought about by the agent, if there is one."""
         rank = min(self.failures, key=lambda r: _order(self.failures[r]))
         return rank, self.failures[rank]
 
