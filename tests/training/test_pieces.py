@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
 from phalanx.process.channel import Channel  # noqa: E402
+from phalanx.process.slate import Slate  # noqa: E402
 from phalanx.recovery.ladder import Kind  # noqa: E402
 from phalanx.training import DeviceFault, NetworkFault, codec, rng, state  # noqa: E402
 from phalanx.training.checkpoint import Checkpoints, NotCommitted  # noqa: E402
@@ -24,7 +25,6 @@ from phalanx.training.data import Batches  # noqa: E402
 from phalanx.training.faults import classify  # noqa: E402
 from phalanx.training.groups import GroupBroken  # noqa: E402
 from phalanx.training.link import AgentGone, Join, Link, NoWord, Permit  # noqa: E402
-from phalanx.training.slate import Slate  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -22,7 +22,8 @@ class NodesConfig:
     and the port free. ``node_rank``: honoured or refused, None: any. ``store_port``: of the
     workers' store where rank 0 is, 0: any. ``ports``: from which all others are taken.
     ``silence``: how long a connection may say nothing before it counts as lost. ``coordinator``:
-    there is one of its own (``phalanx coordinator``), and no agent takes over.
+    there is one of its own (``phalanx coordinator``), and no agent takes over. ``copies``:
+    a session's snapshots are copied to the next node.
     """
 
     least: int
@@ -43,6 +44,7 @@ class NodesConfig:
     silence: float = 5.0
     isolation: float = 60.0
     on_split: str = "wait"
+    copies: bool = True
     token_file: str = ""
     tls_cert: str = ""
     tls_key: str = ""

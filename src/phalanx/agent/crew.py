@@ -114,7 +114,9 @@ class Crew:
         self.attempt = 0
         self._all: list[WorkerProcess] = []  # with replaced ones that are not gone yet
         self._envs: dict[int, dict[str, str]] = {}
-        self._kept: dict[int, dict[str, int]] = {}
+        self._kept: dict[int, dict[str, int]] = {}  # by local rank
+        # set by whoever has snapshots copied: (rank, descriptor, step, back)
+        self.on_snapshot: Callable[[int, int, int, bool], object] | None = None
         self._prepare_at: float | None = None
         self._watchdog: FileTimerServer | None = None
         self._oom: OomWatch | None = None
@@ -151,6 +153,7 @@ class Crew:
         """
         self._all, self.hung, self.workers, self._marks = [], {}, {}, {}
         self.generation, self.attempt = generation, attempt
+        self._keep_for(ranks)
         self.ranks = (*ranks,)  # the last, and another object: see `_lineup`
         self._envs = envs
         for env in envs.values():
@@ -389,8 +392,28 @@ class Crew:
         if kept:
             self._tell(worker, "kept", tuple(kept.values()), names=list(kept))
 
+    def _keep_for(self, ranks: Sequence[int]) -> None:
+        """What is kept goes with its rank; what is of ranks that are not here any more goes."""
+        held = {self.ranks[n]: kept for n, kept in self._kept.items() if n < len(self.ranks)}
+        self._kept = {n: held.pop(rank) for n, rank in enumerate(ranks) if rank in held}
+        for kept in held.values():
+            for fd in kept.values():
+                os.close(fd)
+
+    def adopt(self, rank: int, fd: int) -> None:
+        """Keep snapshots that another node has held of a rank; the descriptor is ours now."""
+        kept = self._kept.setdefault(self.ranks.index(rank), {})
+        if (old := kept.pop("snapshots", None)) is not None:
+            os.close(old)
+        kept["snapshots"] = fd
+
     def kept(self, worker: WorkerProcess, message: Message) -> bool:
-        """Take the message's descriptors; True when it was a ``keep``, which is all of it."""
+        """Take the message's descriptors; True when it was of what is kept, which is all of it."""
+        if message.type == "snapshot":
+            for fd in message.fds:
+                os.close(fd)
+            self._note_snapshot(worker, message)
+            return True
         name = message.fields.get("name")
         fits = isinstance(name, str) and name and "," not in name and len(message.fds) == 1
         if message.type != "keep" or not fits:
@@ -406,6 +429,15 @@ class Crew:
         else:
             kept[str(name)] = message.fds[0]
         return True
+
+    def _note_snapshot(self, worker: WorkerProcess, message: Message) -> None:
+        fd = self._kept.get(worker.local_rank, {}).get("snapshots")
+        step = message.fields.get("step")
+        if self.on_snapshot is None or fd is None or type(step) is not int:
+            return
+        if self.is_current(worker) and message.fields.get("generation") == self.generation:
+            rank = self.ranks[worker.local_rank]
+            self.on_snapshot(rank, fd, step, message.fields.get("back") is True)
 
     def worth_recording(self, worker: WorkerProcess) -> bool:
         """Whether to record another message as it came: who never stops sending fills no disk."""

@@ -81,6 +81,8 @@ class NodeAgent:
         self.crew = Crew(config, supervisor, console, events, health)
         self.story = Story(config, console, events)
         self.crew.stop_asked = self.signals.asked
+        if nodes.copies:
+            self.crew.on_snapshot = self._copy
         self.hands = Hands(self.crew, self.signals.checked)
         self.status: int | None = None  # once it is known
         self.assignment: m.Assignment | None = None  # whose workers run here
@@ -454,7 +456,25 @@ class NodeAgent:
         worker_env.put_local_rank(env, local_rank, virtual, os.environ)
         return env
 
+    def _copy(self, rank: int, fd: int, step: int, back: bool) -> None:
+        """A snapshot is there: the neighbour is to have it too."""
+        if (a := self.assignment) is not None and a.beside:
+            self.bond.copy(rank, a.world, a.generation, os.dup(fd), step, back=back)
+
+    def _fetch(self, a: m.Assignment, had: Iterable[int]) -> None:
+        """The snapshots of ranks that were elsewhere before, from the neighbours."""
+        ranks = sorted({*a.seat.ranks} - {*had})
+        if not self.nodes.copies or a.generation == 1 or not ranks:
+            return
+        with self.signals.checked():
+            found = self.bond.copies(ranks, a.world, a.beside, self.nodes.rejoin / 2)
+        for rank, fd in found.items():
+            self.crew.adopt(rank, fd)
+        if found:
+            self.events.record("snapshots_fetched", ranks=sorted(found))
+
     def _note_membership(self, a: m.Assignment) -> None:
+        self.bond.beside(a.beside)
         self.events.update(generation=a.generation, attempt=a.attempt, node=a.group)
         self.events.record(
             "membership",
@@ -507,7 +527,9 @@ class NodeAgent:
                 self.supervisor.open()
                 self._keeper_lost = False
             envs = {n: self._environment(a, n) for n in range(len(a.seat.ranks))}
+            had = self.crew.ranks
             self.crew.begin(a.seat.ranks, envs, generation=a.generation, attempt=a.attempt)
+            self._fetch(a, had)
             self._open_store(a, beside=False)
             if a.fresh is None:
                 with self.signals.checked():

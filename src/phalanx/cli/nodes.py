@@ -93,6 +93,7 @@ def nodes_from(a: RunArguments) -> NodesConfig | None:
         isolation=a.isolation_timeout,
         **timing(conf),
         on_split=a.on_split,
+        copies=a.snapshot_copies != "0",
         token_file=a.token_file or "",
         tls_cert=a.tls_cert or "",
         tls_key=a.tls_key or "",

@@ -463,6 +463,16 @@ OPTIONS: tuple[Option, ...] = (
         env="PHALANX_ON_SPLIT",
     ),
     Option(
+        ("--snapshot-copies",),
+        "1",
+        "how many other nodes hold a copy of a session's snapshots",
+        str,
+        "N",
+        "several nodes",
+        ("0", "1"),
+        env="PHALANX_SNAPSHOT_COPIES",
+    ),
+    Option(
         ("--isolation-timeout",),
         60.0,
         "seconds that workers run on without a coordinator before they are stopped",

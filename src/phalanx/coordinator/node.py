@@ -10,16 +10,18 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.controller.journal import JournalError
-from phalanx.coordinator import link, net, office, takeover, wire, words
+from phalanx.coordinator import courier, link, net, office, takeover, wire, words
+from phalanx.coordinator.copies import Held
 from phalanx.coordinator.hub import Facts, Hub, Machine
 from phalanx.coordinator.loop import Inbox, LoopThread, acquire, release
 from phalanx.coordinator.security import OPEN, Security
@@ -105,6 +107,9 @@ class CoordinatorNode:
         self._roster: model.Roster | None = None
         self._takeover = takeover.Takeover(plan.run_id, plan.security, plan.on_split)
         self._office = office.Office(plan.etcd, plan.run_id, plan.silence) if plan.etcd else None
+        self._held = self._server.held = Held(plan.run_id)
+        self._held.on_first = self._holds
+        self._courier = courier.Courier(plan.run_id, plan.security, plan.silence)
         self._heralds: set[asyncio.Task[None]] = set()
         self._separate = plan.separate  # the coordinator is no agent
         self._lost_at = ""  # the endpoint of the one that was lost
@@ -138,6 +143,37 @@ class CoordinatorNode:
         Join that answers ``Reached``."""
         if self._thread is not None:
             self._thread.soon(self._say, saying)
+
+    def beside(self, endpoints: Sequence[str]) -> None:
+        """The neighbours now: snapshots go to the first of them."""
+        self._courier.beside = (*endpoints,)
+
+    def copy(
+        self, rank: int, world: int, generation: int, fd: int, step: int, *, back: bool
+    ) -> None:
+        """Have a snapshot copied to the neighbour, or told that the rank has gone ``back`` to
+        that step. ``fd``: of the slate, which becomes ours. Never waits."""
+        if self._thread is None or self._closing:
+            os.close(fd)
+            return
+        self._thread.soon(self._courier.note, rank, world, generation, fd, step, back)
+
+    def copies(
+        self, ranks: Sequence[int], world: int, endpoints: Sequence[str], limit: float
+    ) -> dict[int, int]:
+        """What the neighbours hold of these ranks: descriptors of slates, the caller's. Waits
+        ``limit`` seconds at most."""
+        if self._thread is None or not ranks:
+            return {}
+        wanted = words.Wanted(self.plan.run_id, (*ranks,), world)
+        plan, own = self.plan, self._server.address
+        where = [at for at in endpoints if at not in ("", own)]
+        asking = self._thread.submit(courier.collect(where, wanted, plan.security, plan.silence))
+        try:
+            return asking.result(limit)
+        except (FutureTimeout, TimeoutError):
+            asking.cancel()
+            return {}
 
     def take(self) -> list[model.Telling | words.Reached | words.Alone]:
         """What came since, in order."""
@@ -178,6 +214,9 @@ class CoordinatorNode:
                 out.append(Metric(name, value, what, "counter", {label: key}))
 
         count("phalanx_coordinator_refused", "What did not fit", "why", self._server.refused)
+        count("phalanx_snapshot_copies", "To the neighbour", "how", self._courier.counts)
+        out.append(Metric("phalanx_snapshots_held", self._held.count, "Other nodes' ranks"))
+        out.append(Metric("phalanx_snapshots_held_bytes", self._held.bytes, "Their memory"))
         if hub is not None:
             out.append(
                 Metric("phalanx_coordinator_connected", len(hub.chairs), "Agents with a stream")
@@ -203,6 +242,7 @@ class CoordinatorNode:
                     leaving.result(0.1)
             with contextlib.suppress(FutureTimeout, TimeoutError, Exception):
                 thread.call(self._server.stop(0.2), 2.0)
+            thread.soon(self._held.close)
             self._thread = None
             release()
         self._inbox.close()
@@ -425,6 +465,10 @@ class CoordinatorNode:
             self._server.hub = None
             hub.stop(f"the coordinator of term {hub.term} has stepped down")
 
+    def _holds(self, rank: int, step: int) -> None:
+        if self._record is not None:
+            self._record("snapshot_held", {"rank": rank, "step": step})
+
     def _named(self, address: str, endpoint: str) -> None:
         self.node = dataclasses.replace(
             self.node, address=self.node.address or address, endpoint=endpoint
@@ -626,6 +670,7 @@ class CoordinatorNode:
             self._live_task.cancel()
         for herald in self._heralds:
             herald.cancel()
+        self._courier.close()
         if hub is not None and hub.verdict is not None:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
                 await asyncio.wait_for(hub.empty.wait(), self.plan.linger)

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from phalanx.coordinator import doorman, wire, words
+from phalanx.coordinator import copies, doorman, wire, words
 from phalanx.coordinator.hub import Chair, Hub, agree
 from phalanx.coordinator.security import OPEN, Security
 from phalanx.elastic.rendezvous.ports import owners
@@ -86,6 +86,7 @@ class Server:
         self.on_higher: Callable[[int], object] | None = None
         self.on_cut_off: Callable[[], object] | None = None
         self.on_hello: Callable[[words.Hello], object] | None = None
+        self.held: copies.Held | None = None  # snapshots of other nodes' ranks
         self.refused: Counter[str] = Counter()
         self.bytes_in = self.bytes_out = 0
         self._encoded: tuple[object, bytes] = (None, b"")
@@ -186,6 +187,8 @@ class Server:
             {
                 "Attend": grpc.stream_stream_rpc_method_handler(self._attend),
                 "Ask": grpc.unary_unary_rpc_method_handler(self._ask),
+                "Keep": grpc.stream_unary_rpc_method_handler(self._keep),
+                "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
                 "Status": grpc.unary_unary_rpc_method_handler(self._status),
             },
         )
@@ -377,6 +380,41 @@ class Server:
             return b""
         answer = await self.ask(value)
         return self._seal(answer)
+
+    async def _keep(self, _requests: Any, context: Any) -> bytes:
+        await self._admit(context)
+        held = self.held
+        if held is None:
+            return self._seal(words.Held("no snapshots are held here"))
+
+        async def read() -> bytes | None:
+            data = await asyncio.wait_for(context.read(), copies.STALL)
+            self.bytes_in += 0 if data is grpc.aio.EOF else len(data)
+            return None if data is grpc.aio.EOF else data
+
+        try:
+            await copies.take_in(held, read, self._count)
+        except copies.NotHeld as error:
+            return self._seal(words.Held(str(error)))
+        except wire.WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except (TimeoutError, asyncio.TimeoutError):
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "nothing more came")
+        return self._seal(words.Held())
+
+    async def _fetch(self, data: bytes, context: Any) -> None:
+        await self._admit(context)
+        try:
+            _, wanted = self._read(data, wire.WANTED, wire.MAX_SAYING)
+        except wire.WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            return
+        for rank, slate, generation in self.held.of(wanted) if self.held is not None else ():
+            for step in sorted(slate.steps()):
+                head = words.Copy(wanted.run_id, generation, rank, wanted.world, step)
+                async for part in copies.give_out(slate, head):
+                    self.bytes_out += len(part)
+                    await context.write(part)
 
     async def _status(self, data: bytes, context: Any) -> bytes:
         await self._admit(context)

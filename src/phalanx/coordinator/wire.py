@@ -45,6 +45,9 @@ TELLINGS: Final[Mapping[str, type]] = {
     **kinds(words.Welcome | words.Moved | words.Beat),
 }
 HELLO: Final[Mapping[str, type]] = kinds(words.Hello)
+COPIES: Final[Mapping[str, type]] = kinds(words.Copy | words.Piece | words.CopyEnd)
+WANTED: Final[Mapping[str, type]] = kinds(words.Wanted)
+HELD: Final[Mapping[str, type]] = kinds(words.Held)
 STATUS: Final[Mapping[str, type]] = kinds(words.StatusRequest | words.StatusReply)
 
 

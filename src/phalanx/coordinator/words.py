@@ -57,6 +57,53 @@ class StatusReply:
     text: str
 
 
+# --- snapshots at another node ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The snapshot of a rank after ``step``, of ``length`` bytes, follows in Pieces, then CopyEnd.
+    ``kind`` as in `process.slate`. ``forget``: nothing follows; the steps after this one are
+    void, for the rank has gone back to it."""
+
+    run_id: str
+    generation: int
+    rank: int
+    world: int
+    step: int
+    length: int = 0
+    kind: int = 0
+    forget: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The body is a part of a snapshot as it is."""
+
+
+@dataclass(frozen=True)
+class CopyEnd:
+    """``checksum``: CRC-32 of the whole."""
+
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What was sent is held. ``why``: it is not, and why."""
+
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which snapshots are held of these ranks?"""
+
+    run_id: str
+    ranks: tuple[int, ...]
+    world: int
+
+
 # --- to the agent, not on the wire ----------------------------------------------------------
 
 

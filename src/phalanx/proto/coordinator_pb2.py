@@ -7,11 +7,13 @@ from phalanx.proto._pool import load
 _found = load(b64decode(
     b"ChFjb29yZGluYXRvci5wcm90bxITcGhhbGFueC5jb29yZGluYXRvciKMAQoIRW52ZWxvcGUSEgoEdGVybRgBIAEo"
     b"A1IEdGVybRIeCgpnZW5lcmF0aW9uGAIgASgDUgpnZW5lcmF0aW9uEhAKA3NlcRgDIAEoA1IDc2VxEhIKBGtpbmQY"
-    b"BCABKAlSBGtpbmQSEgoEYm9keRgFIAEoDFIEYm9keRISCgRtb3JlGAYgAygMUgRtb3JlMuYBCgtDb29yZGluYXRv"
+    b"BCABKAlSBGtpbmQSEgoEYm9keRgFIAEoDFIEYm9keRISCgRtb3JlGAYgAygMUgRtb3JlMvcCCgtDb29yZGluYXRv"
     b"chJKCgZBdHRlbmQSHS5waGFsYW54LmNvb3JkaW5hdG9yLkVudmVsb3BlGh0ucGhhbGFueC5jb29yZGluYXRvci5F"
     b"bnZlbG9wZSgBMAESQwoDQXNrEh0ucGhhbGFueC5jb29yZGluYXRvci5FbnZlbG9wZRodLnBoYWxhbnguY29vcmRp"
-    b"bmF0b3IuRW52ZWxvcGUSRgoGU3RhdHVzEh0ucGhhbGFueC5jb29yZGluYXRvci5FbnZlbG9wZRodLnBoYWxhbngu"
-    b"Y29vcmRpbmF0b3IuRW52ZWxvcGViBnByb3RvMw=="
+    b"bmF0b3IuRW52ZWxvcGUSRgoES2VlcBIdLnBoYWxhbnguY29vcmRpbmF0b3IuRW52ZWxvcGUaHS5waGFsYW54LmNv"
+    b"b3JkaW5hdG9yLkVudmVsb3BlKAESRwoFRmV0Y2gSHS5waGFsYW54LmNvb3JkaW5hdG9yLkVudmVsb3BlGh0ucGhh"
+    b"bGFueC5jb29yZGluYXRvci5FbnZlbG9wZTABEkYKBlN0YXR1cxIdLnBoYWxhbnguY29vcmRpbmF0b3IuRW52ZWxv"
+    b"cGUaHS5waGFsYW54LmNvb3JkaW5hdG9yLkVudmVsb3BlYgZwcm90bzM="
 ))
 SERVICES = _found["SERVICES"]
 Envelope = _found["Envelope"]

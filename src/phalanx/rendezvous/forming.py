@@ -23,6 +23,10 @@ NO_RENDEZVOUS = 120
 """The exit status when the nodes did not find together; ``phalanx.agent.exit_codes``."""
 
 
+BESIDE = 2
+"""Neighbours that a node is told of."""
+
+
 def finish(turn: Turn, verdict: Verdict) -> None:
     """The job is over: everybody is told, those that come later as well."""
     if turn.state.phase is Phase.OVER:
@@ -259,7 +263,15 @@ def assignment(
         fresh=fresh,
         restarts_left=restarts_left(turn),
         shape=state.shape,
+        beside=_beside(turn.state, group),
     )
+
+
+def _beside(state: State, group: int) -> tuple[str, ...]:
+    """Where the next nodes listen, in the order of ranks, the first one after the last."""
+    count = len(state.seats)
+    after = [state.seats[(group + n) % count].node for n in range(1, min(count, BESIDE + 1))]
+    return tuple(state.peers[node].node.endpoint for node in after if node in state.peers)
 
 
 def park_others(turn: Turn) -> None:

@@ -52,7 +52,8 @@ class Assignment:
     a new one. ``fresh`` lists the local ranks whose process is to be started as a
     replacement (PHALANX_JOIN=1); None: the whole group starts (a new attempt). ``shape``: the
     generation in which the ranks were dealt out last; what was held in an earlier one may be
-    another's now.
+    another's now. ``beside``: the endpoints of the next nodes, which hold copies of this one's
+    snapshots.
     """
 
     term: int
@@ -68,6 +69,7 @@ class Assignment:
     fresh: tuple[int, ...] | None = None
     restarts_left: int = 0
     shape: int = 0
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

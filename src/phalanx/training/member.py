@@ -21,6 +21,7 @@ import torch
 import torch.distributed
 
 from phalanx.process.page import ProgressPage
+from phalanx.process.slate import Slate
 from phalanx.recovery.ladder import Kind
 from phalanx.recovery.repair import Holding, Origin, Plan, choose
 from phalanx.training import codec, rng, state
@@ -29,7 +30,6 @@ from phalanx.training.checkpoint import Checkpoints
 from phalanx.training.faults import classify
 from phalanx.training.groups import Fabric
 from phalanx.training.link import AgentGone, Dump, Join, Link, NoWord
-from phalanx.training.slate import Slate
 from phalanx.training.wrappers import LayoutMismatch, Wrappers
 
 log = logging.getLogger("phalanx.training")
@@ -409,6 +409,16 @@ class Member:
             self._rebuild()
         if first and self._slate is not None:
             self._slate.erase()  # of an earlier start of the whole group
+        if self._snapshots is not None:
+            # Later ones are of a past that did not happen.
+            self._snapshots.forget_after(plan.step)
+            self._say_snapshot(plan.step, back=True)
+
+    def _say_snapshot(self, step: int, *, back: bool) -> None:
+        """For the agent, which has a copy of it made at another node. ``back``: those of later
+        steps are void."""
+        if self._link is not None:
+            self._link.say("snapshot", generation=self.generation, step=step, back=back)
 
     def _rows(self, group: Any) -> list[list[int]]:
         """What every rank holds."""

@@ -25,6 +25,7 @@ import torch.distributed
 
 from phalanx.process.channel import HELD
 from phalanx.process.page import ProgressPage
+from phalanx.process.slate import Slate
 from phalanx.recovery.ladder import RETRYABLE, Kind
 from phalanx.training import state
 from phalanx.training.checkpoint import Checkpoints, NotCommitted
@@ -33,7 +34,6 @@ from phalanx.training.faults import classify
 from phalanx.training.groups import BACKEND, Fabric, install
 from phalanx.training.link import Link
 from phalanx.training.member import NOTHING, Member, text_of
-from phalanx.training.slate import Slate
 from phalanx.training.wrappers import UnsupportedTorch, Wrappers, missing_names
 
 log = logging.getLogger("phalanx.training")
@@ -579,6 +579,7 @@ class Job(Member):
             state.take_snapshot(
                 self._snapshots, self._last(), self._protected, small, self._extra()
             )
+        self._say_snapshot(self._last(), back=False)
 
     def _save_or_interrupt(self) -> None:
         try:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.process.slate import Slate
 from phalanx.training import codec, rng
 from phalanx.training.data import Batches, deal
-from phalanx.training.slate import Slate
 from phalanx.training.wrappers import _is_fsdp
 
 #: tensors smaller than this travel together, in buffers of at most `_TOGETHER`

@@ -132,9 +132,24 @@ class Slate:
                 return self._map[start : start + length], kind
         return None
 
+    def put(self, step: int, length: int, kind: int) -> Writing:
+        """Begin a record of ``length`` bytes that comes in pieces.
+
+        :raises ValueError: larger than `capacity`.
+        """
+        if length > self.capacity:
+            raise ValueError(f"{length} bytes do not fit into {self.capacity}")
+        return Writing(self, step, length, kind)
+
     def erase(self) -> None:
         for slot in (0, 1):
             self.begin(slot)
+
+    def forget_after(self, step: int) -> None:
+        """Let go of what is held of later steps."""
+        for slot in (0, 1):
+            if self._mark(slot)[0] > step:
+                self.begin(slot)
 
     def close(self) -> None:
         """Unmap and close; whoever else holds the descriptor keeps the memory."""
@@ -145,6 +160,29 @@ class Slate:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class Writing:
+    """A record on its way into a slot, which is void until `done`."""
+
+    def __init__(self, slate: Slate, step: int, length: int, kind: int) -> None:
+        self.step = step
+        self._slate, self._kind, self._length = slate, kind, length
+        self._slot = slate.slot_for(step)
+        self._start = self._at = slate.begin(self._slot)
+
+    def add(self, piece: bytes) -> None:
+        """:raises ValueError: more than was said."""
+        if self._at + len(piece) > self._start + self._length:
+            raise ValueError("more bytes than were announced")
+        self._slate.buffer[self._at : self._at + len(piece)] = piece
+        self._at += len(piece)
+
+    def done(self) -> None:
+        """:raises ValueError: less than was said."""
+        if self._at != self._start + self._length:
+            raise ValueError(f"{self._at - self._start} bytes of {self._length}")
+        self._slate.commit(self._slot, self.step, self._length, self._kind)
 
 
 def _round(size: int) -> int:
