@@ -34,6 +34,7 @@ def is_open(fd: int) -> bool:
 def test_kept_memory_follows_its_rank_and_is_never_anothers(before, after, stay) -> None:
     crew = Crew.__new__(Crew)
     crew.ranks = before
+    new = opened()  # first, so that it gets no number that was let go
     fds = {n: opened() for n in range(len(before))}
     crew._kept = {n: {"snapshots": fd} for n, fd in fds.items()}
     crew._keep_for(after)
@@ -41,7 +42,6 @@ def test_kept_memory_follows_its_rank_and_is_never_anothers(before, after, stay)
     kept = {fds[was] for was in stay.values()}
     assert {fd for fd in fds.values() if is_open(fd)} == kept
     crew.ranks = after
-    new = opened()
     crew.adopt(after[0], new)
     assert crew._kept[0] == {"snapshots": new}
     assert {fd for fd in fds.values() if is_open(fd)} == kept - {fds[stay[0]] if 0 in stay else -1}
