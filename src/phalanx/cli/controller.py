@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.cli import common
+
+PROG = "phalanx controller"
+
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="phalanx controller",
-        description="Serves the recovery protocol (Recover, Fault, PubFault) for many jobs. "
+    parser = common.parser(
+        PROG,
+        "Serves the recovery protocol (Recover, Fault, PubFault) for many jobs. "
         "'phalanx controller table' prints the rules by which it decides.",
     )
     add = parser.add_argument
@@ -86,13 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         '"codes": {"CODE": "LEVEL"}}: who may report public faults, and which',
     )
     safety = parser.add_argument_group("who may call")
-    safety.add_argument("--tls-cert", type=Path, metavar="PEM")
-    safety.add_argument("--tls-key", type=Path, metavar="PEM")
-    safety.add_argument(
-        "--tls-client-ca",
-        type=Path,
-        metavar="PEM",
-        help="ask every client for a certificate signed by this one",
+    common.identity(
+        safety, "ask every client for a certificate that this one has signed", "client-ca"
     )
     safety.add_argument(
         "--access",
@@ -118,7 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         help="calls one address may make in a second (default: 1000)",
     )
     more = parser.add_argument_group("what it tells")
-    more.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics and /healthz there")
+    more.add_argument(
+        "--metrics",
+        type=common.address,
+        metavar="HOST:PORT",
+        help="serve /metrics and /healthz there",
+    )
     more.add_argument(
         "--events", type=Path, metavar="FILE", help="append each decision, as JSON lines"
     )
@@ -141,15 +145,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] == "table":
         return _table(argv[1:])
     args = _parser().parse_args(argv)
-    try:
-        import grpc  # noqa: F401
-
-        from phalanx.proto import _pool  # noqa: F401
-    except ImportError as error:
-        print(
-            f"phalanx controller: {error}; pip install grpcio protobuf",
-            file=sys.stderr,
-        )
+    if common.lacks_grpc(PROG):
         return 1
     import asyncio
     import logging
@@ -162,11 +158,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         return asyncio.run(_serve(args))
     except _Wrong as error:
-        print(f"phalanx controller: {error}", file=sys.stderr)
-        return 2
+        return common.complain(PROG, error, 2)
     except RuntimeError as error:
-        print(f"phalanx controller: {error}", file=sys.stderr)
-        return 1
+        return common.complain(PROG, error, 1)
     except KeyboardInterrupt:
         return 0
 
@@ -233,7 +227,8 @@ def _json(path: Path, known: set[str]) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise _Wrong(f"cannot read {path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise _Wrong(f"cannot read {path}: {why}") from None
     if not isinstance(data, dict) or set(data) - known:
         raise _Wrong(f"{path} must be a JSON object with {' and '.join(sorted(known))}")
     return data
@@ -261,10 +256,8 @@ def _check_address(args: argparse.Namespace) -> None:
                 " or listen on 127.0.0.1, or say it twice: --insecure "
                 "--i-know-that-anybody-can-stop-my-jobs"
             )
-        print(
-            f"phalanx controller: clear text on {args.listen}: anybody who reaches it can stop "
-            "any job",
-            file=sys.stderr,
+        common.complain(
+            PROG, f"clear text on {args.listen}: anybody who reaches it can stop any job", 0
         )
 
 
@@ -330,7 +323,10 @@ async def _serve(args: argparse.Namespace) -> int:
     services = Services(
         hub, policy, access.Quotas(args.calls_per_second, 2 * args.calls_per_second)
     )
-    tls = Tls(args.tls_cert, args.tls_key, args.tls_client_ca) if args.tls_cert else None
+    tls = None
+    if args.tls_cert:
+        ca = Path(args.tls_client_ca) if args.tls_client_ca else None
+        tls = Tls(Path(args.tls_cert), Path(args.tls_key), ca)
     server = Server(hub, services)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

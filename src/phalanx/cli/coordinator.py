@@ -7,21 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx.cli import common
 
-def security_options(parser: argparse.ArgumentParser) -> None:
-    """What an agent is let in by, as ``phalanx run`` has it."""
-    add = parser.add_argument
-    add("--token-file", metavar="FILE", help="a secret of the job; default: $PHALANX_TOKEN")
-    add("--tls-cert", metavar="PEM", help="our certificate; with --tls-key and --tls-ca")
-    add("--tls-key", metavar="PEM")
-    add("--tls-ca", metavar="PEM", help="who signed the others' certificates")
-    add("--tls-name", default="", metavar="NAME", help="name in the others' certificates")
+PROG = "phalanx coordinator"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="phalanx coordinator",
-        description="Coordinates one job of several nodes, instead of one of its agents: start it, "
+    parser = common.parser(
+        PROG,
+        "Coordinates one job of several nodes, instead of one of its agents: start it, "
         "then the agents with --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0. It may be stopped, "
         "killed and started again while the job runs.",
     )
@@ -36,26 +30,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--rdzv-id", default="", metavar="ID", help="coordinate this job only; default: any")
     add(
         "--silence",
-        type=float,
+        type=common.seconds,
         default=5.0,
         metavar="S",
         help="an agent without a sign of life for so long is lost; default: %(default)s s",
     )
     add("--events", metavar="FILE", help="write what happens to FILE, one JSON object per line")
-    security_options(parser)
+    common.agents(parser)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs until SIGTERM or SIGINT. 0: ended as told; 1: failed; 2: the options are wrong."""
     args = _parser().parse_args(argv)
-    if args.silence <= 0:
-        print("phalanx coordinator: --silence is more than 0 seconds", file=sys.stderr)
-        return 2
-    try:
-        import grpc  # noqa: F401
-    except ImportError as error:
-        print(f"phalanx coordinator: {error}; pip install grpcio protobuf", file=sys.stderr)
+    if common.lacks_grpc(PROG):
         return 1
     import asyncio
     import logging
@@ -67,28 +55,20 @@ def main(argv: Sequence[str]) -> int:
     try:
         return asyncio.run(_serve(args))
     except SecurityError as error:
-        print(f"phalanx coordinator: {error}", file=sys.stderr)
-        return 2
+        return common.complain(PROG, error, 2)
     except CoordinatorError as error:
-        print(f"phalanx coordinator: {error}", file=sys.stderr)
-        return 1
+        return common.complain(PROG, error, 1)
 
 
 async def _serve(args: argparse.Namespace) -> int:
     import asyncio
     import signal
 
-    from phalanx.coordinator import net, security
+    from phalanx.coordinator import net
     from phalanx.coordinator.standalone import Journal, Standalone, where
     from phalanx.events import EventLog
 
-    secure = security.load(
-        token_file=args.token_file,
-        certificate=args.tls_cert,
-        key=args.tls_key,
-        ca=args.tls_ca,
-        name=args.tls_name,
-    )
+    secure = common.security(args)
     host, port = where(args.listen)
     stop = asyncio.Event()
     status = 0

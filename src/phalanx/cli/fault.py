@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.cli import remote
+from phalanx.cli import common
 from phalanx.recovery.devices import KNOWN_LEVELS
 
 
@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="phalanx fault", description="Tells a controller of broken nodes and devices."
     )
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="report|clear|list")
     report = verbs.add_parser("report", help="something is broken")
     report.add_argument("id", help="a name to clear it by")
     report.add_argument("--node", required=True, metavar="NAME")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     show = verbs.add_parser("list", help="what is broken")
     show.add_argument("--job", default="", help="only on this job's nodes")
     for one in (report, clear, show):
-        remote.add_options(one)
+        common.controller(one)
     args = parser.parse_args(argv)
 
     def work(call: Callable[[str, Any], Any]) -> int:
@@ -80,4 +80,4 @@ def main(argv: Sequence[str]) -> int:
             print(f"{fault.faultId}  {where}{devices}  {fault.level}  {fault.code}{text}")
         return 0
 
-    return remote.run("phalanx fault", args, work)
+    return common.ask("phalanx fault", args, work)

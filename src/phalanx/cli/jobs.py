@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.cli import remote
+from phalanx.cli import common
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line per job. 0; 1: no answer, or no such job."""
-    parser = argparse.ArgumentParser(prog="phalanx jobs", description="Lists a controller's jobs.")
-    parser.add_argument("job", nargs="?", default="", help="only this one, with more words")
-    parser.add_argument("--json", action="store_true")
-    remote.add_options(parser)
+    parser = common.parser("phalanx jobs", "Lists a controller's jobs: all, or JOB alone.")
+    parser.usage = "phalanx jobs [options] [JOB]"
+    parser.add_argument(
+        "job", metavar="JOB", nargs="?", default="", help="only this one, with more words"
+    )
+    parser.add_argument("--json", action="store_true", help="all of it, as JSON")
+    common.controller(parser)
     args = parser.parse_args(argv)
 
     def work(call: Callable[[str, Any], Any]) -> int:
@@ -54,4 +56,4 @@ def main(argv: Sequence[str]) -> int:
                     print(f"  because {job.lastReason}")
         return 0
 
-    return remote.run("phalanx jobs", args, work)
+    return common.ask("phalanx jobs", args, work)

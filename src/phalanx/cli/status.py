@@ -8,14 +8,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.cli.coordinator import security_options
+from phalanx.cli import common, show
+
+PROG = "phalanx status"
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints it. 0; 1: nobody answers; 2: the options are wrong."""
-    parser = argparse.ArgumentParser(
-        prog="phalanx status",
-        description="Shows a job of several nodes: who takes part, with which ranks, how far it "
+    parser = common.parser(
+        PROG,
+        "Shows a job of several nodes: who takes part, with which ranks, how far it "
         "is. Any of its agents will do, from any host that reaches it.",
     )
     add = parser.add_argument
@@ -26,17 +28,18 @@ def main(argv: Sequence[str]) -> int:
         help="an agent, or the coordinator; default: $PHALANX_ENDPOINT or 127.0.0.1:29400",
     )
     add("--json", action="store_true", help="all of it, as a JSON object")
-    add("--watch", nargs="?", type=float, const=1.0, metavar="S", help="again every S seconds")
-    add("--timeout", type=float, default=5.0, metavar="S")
-    security_options(parser)
+    add(
+        "--watch",
+        nargs="?",
+        type=common.seconds,
+        const=1.0,
+        metavar="S",
+        help="again every S seconds",
+    )
+    add("--timeout", type=common.seconds, default=5.0, metavar="S", help="default: %(default)s s")
+    common.agents(parser)
     args = parser.parse_args(argv)
-    if args.timeout <= 0 or (args.watch is not None and args.watch <= 0):
-        print("phalanx status: seconds are more than 0", file=sys.stderr)
-        return 2
-    try:
-        import grpc  # noqa: F401
-    except ImportError as error:
-        print(f"phalanx status: {error}; pip install grpcio protobuf", file=sys.stderr)
+    if common.lacks_grpc(PROG):
         return 1
     import asyncio
 
@@ -45,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return asyncio.run(_run(args))
     except (SecurityError, ValueError) as error:
-        print(f"phalanx status: {error}", file=sys.stderr)
-        return 2
+        return common.complain(PROG, error, 2)
     except KeyboardInterrupt:
         return 130
 
@@ -55,25 +57,17 @@ async def _run(args: argparse.Namespace) -> int:
     import asyncio
     import json
 
-    from phalanx.cli import show
-    from phalanx.coordinator import link, net, security
+    from phalanx.coordinator import link, net
 
-    secure = security.load(
-        token_file=args.token_file,
-        certificate=args.tls_cert,
-        key=args.tls_key,
-        ca=args.tls_ca,
-        name=args.tls_name,
-    )
+    secure = common.security(args)
     while True:
         try:
             status = await link.status(args.endpoint, secure, args.timeout)
         except net.Unreachable as error:
-            print(f"phalanx status: {args.endpoint}: {error}", file=sys.stderr)
+            common.complain(PROG, f"{args.endpoint}: {error}", 1)
             status = None
         except link.Refused as error:
-            print(f"phalanx status: {error}", file=sys.stderr)
-            return 1
+            return common.complain(PROG, error, 1)
         if status is not None:
             clear = "\033[H\033[2J" if args.watch and not args.json and sys.stdout.isatty() else ""
             if show(clear + (json.dumps(status) if args.json else text(status))):
