@@ -9,9 +9,13 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from compat.harness import Cable
 
-from phalanx.coordinator import link, loop, net, wire, words
+from phalanx.agent import exit_codes
+from phalanx.coordinator import link, loop, net, takeover, wire, words
+from phalanx.coordinator.security import OPEN
 from phalanx.coordinator.server import METHODS
+from phalanx.rendezvous import job
 from phalanx.rendezvous import model as m
 
 
@@ -60,6 +64,7 @@ def test_a_name_that_means_nothing(agents: Any) -> None:
     agent = agents("a", "no-such-host.invalid:29400", options=m.Options(join=0.3))
     refusal = agent.until(m.Refuse)
     assert "cannot be resolved" in refusal.reason and "--rdzv-endpoint" in refusal.reason
+    assert refusal.status == exit_codes.RENDEZVOUS
     agent = agents("a", "127.0.0.1:1", local="no-such-host.invalid")
     assert "--local-addr" in agent.until(m.Refuse).reason
 
@@ -83,6 +88,66 @@ def test_the_coordinator_comes_back(agents: Any, port: int) -> None:
     agents("a2", f"127.0.0.1:{port}").until(m.Park)
     second.until(words.Reached)
     second.until(m.Park)
+
+
+# --- connections that close ---------------------------------------------------------------------
+
+
+class Real:
+    """The real machine, and what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[m.Event] = []
+
+    def advance(self, state: Any, event: m.Event, now: float, options: m.Options) -> Any:
+        self.events.append(event)
+        return job.advance(state, event, now, options)
+
+    next_deadline = staticmethod(job.next_deadline)
+    fresh = staticmethod(job.State.fresh)
+
+
+def test_a_connection_is_cut_on_the_way_and_nobody_is_lost(
+    agents: Any, port: int, wait: Any
+) -> None:
+    options = m.Options(2, 2, join=60.0, last_call=0.2)
+    first = agents("a", f"127.0.0.1:{port}", Real(), options=options)
+    first.until(words.Reached)
+    with Cable(f"127.0.0.1:{port}") as cable:
+        second = agents("b", cable.address, Real(), options=options, is_host=False)
+        for agent in (first, second):
+            agent.until(m.Assign)
+            agent.until(m.Roster)
+        cable.cut()
+        second.until(words.Alone)
+        second.until(words.Reached)
+        second.until(m.Roster)
+        assert first.node.is_coordinator and first.node.facts()["term"] == 1
+        assert not [e for e in first.machine.events if isinstance(e, m.Lost)]
+        for agent in (first, second):
+            assert not [t for t in agent.told if isinstance(t, m.Stop | m.Assign | m.Over)]
+        for agent in (first, second):
+            agent.node.say(m.Succeeded(1))
+        for agent in (first, second):
+            assert agent.until(m.Over).verdict.success
+
+
+@pytest.mark.parametrize(
+    ("there", "ended"),
+    [("nobody", True), ("it", False), ("another", True), ("somebody who is silent", None)],
+)
+def test_whether_an_agent_has_ended(agents: Any, port: int, there: str, ended: Any) -> None:
+    node = m.Node("a", "127.0.0.1", f"127.0.0.1:{port}")
+    with contextlib.ExitStack() as stack:
+        if there in ("it", "another"):
+            agents("a" if there == "it" else "a2", node.endpoint).until(m.Park)
+        elif there != "nobody":
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        thread = loop.acquire()
+        try:
+            assert thread.call(takeover.ended(node, "job", OPEN), 60) is ended
+        finally:
+            loop.release()
 
 
 # --- bytes that do not belong -------------------------------------------------------------------

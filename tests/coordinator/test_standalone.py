@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.coordinator import words
+from phalanx.coordinator import link, loop, words
 from phalanx.coordinator.hub import CommitFailed, Facts
 from phalanx.coordinator.server import CoordinatorError
-from phalanx.coordinator.standalone import Journal, Remembered
+from phalanx.coordinator.standalone import Journal, Remembered, Standalone
 from phalanx.rendezvous import job
 from phalanx.rendezvous import model as m
 
@@ -135,6 +135,36 @@ def test_the_journal(tmp_path: Path) -> None:
     with pytest.raises(CommitFailed, match="cannot write"):
         second.write(what)
     second.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "refused"),
+    [
+        (words.Hello("job", "x", version=words.VERSION + 1, options=m.Options(1, 1)), "version"),
+        (words.Hello("job", "x"), "--rdzv-id"),
+    ],
+    ids=["another version", "no options"],
+)
+def test_whoever_cannot_take_part_starts_no_job(
+    tmp_path: Path, hello: words.Hello, refused: str
+) -> None:
+    async def play() -> None:
+        lines: list[str] = []
+        one = Standalone(Journal(tmp_path), line=lines.append)
+        try:
+            endpoint = await one.start("127.0.0.1", 0)
+            with pytest.raises(link.Refused, match=refused):
+                await link.attend(endpoint, hello, timeout=30.0)
+            assert one.server.hub is None and lines == []
+            assert one.server.refused == {"stranger": 1}
+        finally:
+            await one.stop()
+
+    thread = loop.acquire()
+    try:
+        thread.call(play(), 60)
+    finally:
+        loop.release()
 
 
 def test_nobody_answers(port: int) -> None:

@@ -178,8 +178,9 @@ def test_torchruns_static_command_line_and_ranks(cluster, program) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("coordinates", [False, True], ids=["a-member", "the-coordinator"])
 def test_a_spare_takes_the_ranks_and_the_survivors_keep_their_processes(
-    cluster, monkeypatch
+    cluster, monkeypatch, coordinates: bool
 ) -> None:
     made = cluster(3)
     monkeypatch.setenv("TEST_KEPT", str(made.folder / "kept"))
@@ -191,8 +192,7 @@ def test_a_spare_takes_the_ranks_and_the_survivors_keep_their_processes(
     seated = {s.host for s in before.values()}
     (spare,) = (a for a in agents if a.host.name not in seated)
     made.until(lambda: "waiting: this" in spare.err or "waiting: all" in spare.err)
-    # not the coordinator's host: that is another test
-    gone = next(rank for rank, s in before.items() if s.host != "host0")
+    gone = next(rank for rank, s in before.items() if (s.host == "host0") is coordinates)
     stays = 1 - gone
     lost = next(n for n, a in enumerate(agents) if a.host.name == before[gone].host)
     made.hosts[lost].kill()

@@ -142,6 +142,7 @@ class Hub:
         self.live = True
         self.due: float | None = None
         self.known: dict[str, Agent] = {}
+        self.away: dict[str, object] = {}  # those whose connection has closed, and who are asked
         sim.after(0.2, self._herald)
 
     @property
@@ -199,14 +200,24 @@ class Hub:
         if self.streams.get(node) is not stream:
             return
         del self.streams[node]
-        self.feed(m.Lost(node, how, certain=False))
+        if how.startswith("was silent") or self.owner.stalled:
+            self.feed(m.Lost(node, how, certain=False))
+            return
+        token = self.away[node] = object()
+
+        def ended(certain: bool) -> None:
+            if self.live and node not in self.streams and self.away.get(node) is token:
+                del self.away[node]
+                self.feed(m.Lost(node, how, certain=certain))
 
         def answered(found: Any) -> None:
-            if self.live and found == "dead" and node not in self.streams:
-                self.feed(m.Lost(node, "nobody listens there", certain=True))
+            if isinstance(found, election.Here):  # it lives, and has time to come back
+                self.sim.after(SILENCE, self.owner.do, ended, False)
+            else:
+                ended(found == "dead")
 
-        if how == CLOSED and not self.owner.stalled:
-            self.sim.ask(self.owner, self.known[node], election.Who("j"), answered)
+        self.feed(m.Away(node))
+        self.sim.ask(self.owner, self.known[node], election.Who("j"), answered)
 
     def _herald(self) -> None:
         """Say who leads to those that are away."""

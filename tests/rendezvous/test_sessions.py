@@ -11,11 +11,15 @@ from phalanx.rendezvous import job
 from phalanx.rendezvous.job import Phase
 from phalanx.rendezvous.model import (
     Assign,
+    Away,
+    Commit,
     Kill,
+    Lost,
     Over,
     Park,
     Progress,
     Recovered,
+    Refused,
     Regroup,
     Roster,
     Share,
@@ -291,3 +295,113 @@ def test_the_old_coordinators_node_is_replaced_by_a_spare_in_place() -> None:
     assert c.ranks == {"c": (0, 1), "b": (2, 3)}
     assert c.attempt == 0
     assert not c.agents["b"].of(Stop)
+
+
+def silent(c: Cluster, name: str) -> None:
+    del c.agents[name]
+    c.feed(Lost(name, "was silent for 5 s", certain=False))
+
+
+def test_the_old_coordinators_node_was_silent_and_is_replaced_in_place_after_the_fence() -> None:
+    c = running("abcd", least=3, most=3)
+    del c.agents["a"]
+    roster = c.agents["b"].of(Roster)[-1]
+    c.state = job.State.recall(2, c.now, c.options, absent=frozenset({"a"}), roster=roster)
+    for name in "dbc":
+        come_back(c, name)
+    assert c.state.phase is Phase.RUNNING
+    assert not c.agents["d"].of(Assign)  # what it was allowed before may still count
+    c.event("b", 2, "fault", kind="network", text="connection closed by peer")
+    assert not c.agents["b"].of(Regroup)
+    c.pass_time(c.options.commit_within)
+    assert c.ranks == {"d": (0, 1), "b": (2, 3), "c": (4, 5)}
+    assert c.attempt == 0
+    assert not c.agents["b"].of(Stop) and not c.agents["c"].of(Stop)
+    (told,) = c.agents["b"].of(Recovered)
+    assert told.replaced == (0, 1)
+
+
+def test_a_silent_node_is_replaced_in_place_after_the_fence() -> None:
+    c = running("abcd", least=3, most=3)
+    c.event("a", 0, "prepared", step=7)
+    assert c.agents["a"].of(Commit)
+    silent(c, "b")
+    c.event("a", 0, "prepared", step=8)
+    assert "a node is lost" in c.agents["a"].of(Refused)[0].reason
+    assert not c.agents["d"].of(Assign)
+    c.pass_time(c.options.commit_within)
+    assert c.ranks == {"a": (0, 1), "d": (2, 3), "c": (4, 5)}
+    assert c.attempt == 0 and not c.agents["a"].of(Stop)
+
+
+def test_a_silent_node_comes_back_before_the_fence() -> None:
+    c = running("abc", least=3, most=3)
+    c.event("a", 0, "prepared", step=7)
+    c.join("d", slots=2)
+    b = c.agents["b"]
+    silent(c, "b")
+    c.agents["b"] = b
+    c.join("b", slots=2)
+    assert b.of(Stop)  # its workers: the others have waited for them long enough
+    c.pass_time(c.options.commit_within)
+    assert sorted(c.ranks.values()) == [(0, 1), (2, 3), (4, 5)]
+    assert c.attempt == 0
+
+
+def test_nothing_is_waited_for_that_cannot_be_made_good_in_place() -> None:
+    c = running("abc", least=2, most=3)
+    c.event("a", 0, "prepared", step=7)
+    silent(c, "b")  # there is no spare
+    assert c.agents["a"].of(Stop)
+    c.pass_time(c.options.commit_within)
+    assert set(c.ranks) == {"a", "c"}
+
+
+def test_two_seats_of_a_lost_coordinator_are_taken_by_two_spares() -> None:
+    c = running("abcde", least=3, most=3, spares=2)
+    for name in "ab":
+        del c.agents[name]
+    roster = c.agents["c"].of(Roster)[-1]
+    gone = frozenset("ab")
+    c.state = job.State.recall(2, c.now, c.options, gone, gone, roster)
+    for name in "dec":
+        come_back(c, name)
+    assert set(c.ranks) == {"c", "d", "e"}
+    assert c.attempt == 0 and not c.agents["c"].of(Stop)
+
+
+# --- connections that close, and why is not known yet ------------------------------------------
+
+
+def test_who_is_away_is_not_counted_on() -> None:
+    c = running("ab", spares=0)
+    c.feed(Away("b"))
+    c.event("a", 0, "prepared", step=7)
+    assert "cannot be reached" in c.agents["a"].of(Refused)[0].reason
+    assert not c.agents["a"].of(Stop)
+    c.join("b", slots=2)
+    c.event("a", 0, "prepared", step=7)
+    assert c.agents["a"].of(Commit)
+
+
+def test_two_connections_close_at_once() -> None:
+    c = running("abcd", least=3, most=3, spares=2)
+    c.join("e", slots=2)
+    for name in "bc":
+        del c.agents[name]
+        c.feed(Away(name))
+    c.feed(Lost("b", "closed its connection"))
+    assert not c.agents["a"].of(Stop)  # it may be a minority, or not
+    c.feed(Lost("c", "closed its connection"))
+    assert sorted(c.ranks) == ["a", "d", "e"]
+    assert c.attempt == 0 and not c.agents["a"].of(Stop)
+
+
+def test_who_was_away_does_not_come_back() -> None:
+    c = running("ab", spares=0)
+    del c.agents["b"]
+    c.feed(Away("b"))
+    c.feed(Lost("b", "closed its connection, and did not come back", certain=False))
+    assert c.agents["a"].of(Stop)
+    c.pass_time(c.options.commit_within)
+    assert c.ranks == {}

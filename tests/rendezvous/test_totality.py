@@ -83,6 +83,8 @@ def event(r: random.Random, state: job.State) -> m.Event:
     if chance < 0.85:
         return m.Said(name, saying(r, state))
     if chance < 0.95:
+        if r.random() < 0.5:
+            return m.Away(name)
         return m.Lost(name, "z", r.random() < 0.5)
     return m.Tick()
 

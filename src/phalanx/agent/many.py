@@ -25,7 +25,6 @@ from phalanx.agent.story import Story, plain
 from phalanx.coordinator import net
 from phalanx.coordinator.words import Alone, Reached
 from phalanx.elastic.agent.server import worker_env
-from phalanx.elastic.rendezvous.api import RendezvousError
 from phalanx.process import pause
 from phalanx.process.supervisor import (
     KeeperLost,
@@ -389,17 +388,13 @@ class NodeAgent:
             self._reached = reached
             return
         self.events.record("coordinator", term=reached.term, at=reached.coordinator)
-        try:
-            if self.offers is None:
-                self.offers = Offers(
-                    self.me.address,
-                    self.nodes.ports,
-                    self.nodes.store_port if self.nodes.node_rank in (None, 0) else 0,
-                )
-            offer = self.offers.current()
-        except RendezvousError as error:
-            self.console.warn(str(error))
-            offer = ""  # somebody else serves the stores
+        if self.offers is None:
+            self.offers = Offers(
+                self.me.address,
+                self.nodes.ports,
+                self.nodes.store_port if self.nodes.node_rank in (None, 0) else 0,
+            )
+        offer = self.offers.current_or_none(self.console.warn)
         self.bond.say(
             m.Join(self.me, self.nodes.epoch, self.assignment, offer, self._share(), self._last)
         )
@@ -509,10 +504,8 @@ class NodeAgent:
 
     def _offer(self) -> None:
         assert self.offers is not None
-        try:
-            self.bond.say(m.Offer(self.offers.current()))
-        except RendezvousError as error:
-            self.console.warn(str(error))
+        if offer := self.offers.current_or_none(self.console.warn):
+            self.bond.say(m.Offer(offer))
 
     def _assign(self, a: m.Assignment) -> None:
         """A seat in a new attempt; or in place of a lost node, with ``fresh`` replacements."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from phalanx.coordinator.net import join
 from phalanx.elastic.rendezvous.api import RendezvousError
@@ -32,6 +32,14 @@ class Offers:
         Raises as ``next``.
         """
         return next(iter(self._held)) if self._held else self.next()
+
+    def current_or_none(self, warn: Callable[[str], object]) -> str:
+        """As ``current``; "" if there is none, and ``warn`` is told why: another node serves."""
+        try:
+            return self.current()
+        except RendezvousError as error:
+            warn(str(error))
+            return ""
 
     def next(self) -> str:
         """Another listener: its ``host:port``.

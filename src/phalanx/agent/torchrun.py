@@ -63,12 +63,13 @@ class JoiningBond:
             self._offers = self._make_offers(node.address)
         held = self._held
         share = m.Share() if held is not None else None
-        self._node.say(m.Join(node, self._epoch, held, self._offers.current(), share))
+        offer = self._offers.current_or_none(log.warning)
+        self._node.say(m.Join(node, self._epoch, held, offer, share))
 
     def offer(self) -> str:
-        """Another listener for a store; its address."""
+        """Another listener for a store; its address, "" if none can be had."""
         assert self._offers is not None
-        return self._offers.current()
+        return self._offers.current_or_none(log.warning)
 
     def claim(self, where: str) -> socket.socket | None:
         """The listener at an address of ours; None: it is another node's."""

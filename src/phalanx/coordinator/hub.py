@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from phalanx.rendezvous import model
 
 log = logging.getLogger("phalanx.coordinator")
+
+_REMEMBERED = 100  # nodes that are gone
 
 
 class Machine(Protocol):
@@ -43,7 +46,7 @@ class Chair:
         self.node = node
         self.tell = tell
         self.dismiss = dismiss
-        self.heard = time.monotonic()  # the last sign of life; inf: it needs none
+        self.heard = time.monotonic()  # the last sign of life; inf: it needs none, it is ours
 
 
 class CommitFailed(Exception):
@@ -99,6 +102,8 @@ class Hub:
     ``record(kind, data)`` gets the machine's notes. ``commit(facts)`` runs before anybody is told
     of a new generation or of the end; if it raises CommitFailed nobody is told, the hub stops,
     and ``on_failed(reason)`` is called: a coordinator that cannot write is none.
+    ``probe(node)`` asks whether its agent has ended: True; False: it answers; None: no word of it.
+    ``silence``: how many seconds one that answers has to come back.
     """
 
     def __init__(
@@ -111,6 +116,8 @@ class Hub:
         record: Callable[[str, Mapping[str, object]], object] | None = None,
         commit: Callable[[Facts], object] | None = None,
         on_failed: Callable[[str], object] | None = None,
+        probe: Callable[[model.Node], Awaitable[bool | None]] | None = None,
+        silence: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.machine = machine
@@ -133,6 +140,10 @@ class Hub:
         self._record = record
         self._commit = commit
         self._on_failed = on_failed
+        self._probe = probe
+        self._silence = silence
+        self._away: dict[str, asyncio.Task[None]] = {}  # whose connection has closed just now
+        self._epoch = getattr(state, "epoch", 0)
         self.facts = Facts(term=term)
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
@@ -151,6 +162,10 @@ class Hub:
         old = self.chairs.get(chair.node)
         self.chairs[chair.node] = chair
         self.empty.clear()
+        self.gone.pop(chair.node, None)
+        asking = self._away.pop(chair.node, None)
+        if asking is not None:  # it has never been away, its Join will say
+            asking.cancel()
         if old is not None:
             self.counts["replaced"] += 1
             old.dismiss("the same agent has connected again")
@@ -164,7 +179,6 @@ class Hub:
             self.progress[chair.node] = (saying.step, self._clock())
         elif type(saying) is model.Join:
             self.nodes[chair.node] = saying.node
-            self.gone.pop(chair.node, None)
             if saying.held is not None:
                 self._runs(chair.node, saying.held)
         elif type(saying) is model.Leave:
@@ -173,14 +187,51 @@ class Hub:
 
     def rises(self, chair: Chair, how: str, *, silent: bool = False) -> None:
         """The connection has ended; ``how`` is a clause. Nothing happens for an old one.
-        ``silent``: it may live beyond a cut."""
-        if self.chairs.get(chair.node) is not chair:
+
+        ``silent``: it may live beyond a cut. Else it is asked: only where nobody listens any more
+        its agent has ended. One that answers is given the time to come back.
+        """
+        node = chair.node
+        if self.chairs.get(node) is not chair:
             return
-        del self.chairs[chair.node]
+        del self.chairs[node]
         if not self.chairs:
             self.empty.set()
-        self.gone.setdefault(chair.node, how)
-        self.feed(model.Lost(chair.node, how, certain=not silent))
+        left = node in self.gone
+        self._is_gone(node, how)
+        known = self.nodes.get(node)
+        if left or chair.heard == math.inf:
+            self.feed(model.Lost(node, how))
+        elif silent or self._probe is None or known is None or not known.endpoint:
+            self.feed(model.Lost(node, how, certain=False))
+        elif not self.stopped:
+            self.feed(model.Away(node))
+            self._away[node] = asyncio.create_task(self._ask_after(known, how))
+
+    async def _ask_after(self, node: model.Node, how: str) -> None:
+        """What has become of a node whose connection closed."""
+        assert self._probe is not None
+        ended: bool | None = None
+        try:
+            ended = await self._probe(node)
+            if ended is False:
+                await asyncio.sleep(self._silence)
+                how = f"{how}, and it did not come back for {self._silence:g} s"
+        finally:
+            if self._away.get(node.id) is asyncio.current_task():
+                del self._away[node.id]
+                self.feed(model.Lost(node.id, how, certain=ended is True))
+
+    def _is_gone(self, node: str, how: str) -> None:
+        """For the status; of those that are gone only so many are remembered."""
+        self.gone.setdefault(node, how)
+        while len(self.gone) > _REMEMBERED:
+            oldest = next(iter(self.gone))
+            del self.gone[oldest]
+            if oldest in self.chairs or oldest in self._away:
+                continue
+            for table in (self.nodes, self.assigned, self.progress, self.parked):
+                table.pop(oldest, None)
 
     def sweep(self, silence: float) -> None:
         """Those that gave no sign of life for so many seconds are lost."""
@@ -220,14 +271,27 @@ class Hub:
             return
         self._see_phase(now, getattr(state, "phase", None))
         self.state = state
-        if self._commit is not None and not self._committed(effects):
+        anew = getattr(state, "epoch", 0) != self._epoch
+        if anew:
+            self._begin_epoch()
+        if self._commit is not None and not self._committed(effects, anew):
             return
         for effect in effects:
             if isinstance(effect, model.To):
                 self._tell(effect)
             else:
                 self._note(effect)
+        # an earlier epoch's verdict is not this one's
+        self.verdict = getattr(state, "verdict", self.verdict)
         self._arm()
+
+    def _begin_epoch(self) -> None:
+        """The job was queued again: what was agreed before is no more."""
+        self._epoch = self.state.epoch
+        self.generation = self.attempt = 0
+        for table in (self.assigned, self.progress, self.parked):
+            table.clear()
+        self.facts = Facts(term=self.term)
 
     def _see_phase(self, now: float, phase: Any) -> None:
         """How long each phase of the machine lasts, for the events and the metrics."""
@@ -241,12 +305,12 @@ class Hub:
             self._note(model.Note("coordinator_phase", data))
         self._phase, self._phase_since = phase, now
 
-    def _committed(self, effects: Sequence[model.Effect]) -> bool:
+    def _committed(self, effects: Sequence[model.Effect], anew: bool) -> bool:
         """Whether what the effects tell of is where it lasts."""
         facts = facts_of(self.facts, effects)
         # an earlier epoch's verdict is not this one's
         facts = replace(facts, verdict=getattr(self.state, "verdict", facts.verdict))
-        if facts == self.facts:
+        if facts == self.facts and not anew:
             return True
         assert self._commit is not None
         try:
@@ -263,8 +327,10 @@ class Hub:
     def restart(self, state: Any, term: int) -> None:
         """Forget what is known; nobody counts as lost, and all are asked to come again."""
         self.state, self.term = state, term
+        self._ask_nobody()
         chairs, self.chairs = self.chairs, {}
         for chair in chairs.values():
+            self._is_gone(chair.node, "the coordinator was cut off")
             chair.dismiss("the coordinator was cut off and begins again")
         self.empty.set()
         self._arm()
@@ -315,11 +381,17 @@ class Hub:
     def stop(self, reason: str) -> None:
         """No more events; all connections are dismissed."""
         self.stopped = True
+        self._ask_nobody()
         self._arm()
         for chair in list(self.chairs.values()):
             chair.dismiss(reason)
         self.chairs.clear()
         self.empty.set()
+
+    def _ask_nobody(self) -> None:
+        away, self._away = self._away, {}
+        for asking in away.values():
+            asking.cancel()
 
     # --- for a person -----------------------------------------------------------------------
 

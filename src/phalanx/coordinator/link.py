@@ -49,11 +49,13 @@ class Connection(Protocol):
 
 class LinkEnded(Exception):
     """The stream to the coordinator has ended; the text is a clause that says how. ``silent``:
-    nothing was heard of it, so it would be of no use to ask it again at once."""
+    nothing was heard of it, so it would be of no use to ask it again at once. ``slept``: this
+    process has not run for a while, and may have been left for that."""
 
-    def __init__(self, how: str, silent: bool = False) -> None:
+    def __init__(self, how: str, silent: bool = False, slept: bool = False) -> None:
         super().__init__(how)
         self.silent = silent
+        self.slept = slept
 
 
 def channel(reached: net.Reached, endpoint: str, security: Security, silence: float) -> Any:
@@ -146,6 +148,8 @@ class Stream:
         self._alive = 0.0
         self._beating: asyncio.Task[None] | None = None
         self._how, self._silent = "it was given up", False
+        self._due = math.inf  # when the next sign of life is to be said
+        self._slept = -math.inf  # when it was seen last that this process had not run
 
     def say(self, saying: model.Saying) -> None:
         """Sends, in order; what is said after the end goes nowhere. Raises WireError."""
@@ -202,17 +206,22 @@ class Stream:
         pause = self.silence / 3
         self._alive = loop.time()
         while not self._closed:
-            due = loop.time() + pause * random.uniform(0.8, 1.0)
+            due = self._due = loop.time() + pause * random.uniform(0.8, 1.0)
             await asyncio.sleep(due - loop.time())
             now = loop.time()
             if now - due > pause:
-                self._alive = now  # it is us who did not run
+                self._alive = self._slept = now  # it is us who did not run
             if now - self._alive > self.silence:
                 self._how, self._silent = f"no sign of life for {self.silence:g} s", True
                 self._closed = True
                 self._stream.cancel()
                 return
             self._send(words.Beat())
+
+    def _ended(self, how: str) -> LinkEnded:
+        now = asyncio.get_running_loop().time()
+        slept = now - self._due > self.silence / 3 or now - self._slept < self.silence
+        return LinkEnded(how, slept=slept)
 
     async def _status(self) -> tuple[grpc.StatusCode, str]:
         return await self._stream.code(), await self._stream.details()
@@ -222,11 +231,11 @@ class Stream:
             try:
                 data = await self._stream.read()
                 if data is grpc.aio.EOF:
-                    raise LinkEnded(why(*await self._status()))
+                    raise self._ended(why(*await self._status()))
             except grpc.aio.AioRpcError as error:
-                raise LinkEnded(why(error.code(), error.details())) from None
+                raise self._ended(why(error.code(), error.details())) from None
             except (asyncio.InvalidStateError, grpc.aio.UsageError):
-                raise LinkEnded("the connection closed") from None
+                raise self._ended("the connection closed") from None
             except asyncio.CancelledError:
                 if not self._closed:
                     raise

@@ -32,6 +32,9 @@ from phalanx.rendezvous.state import State
 
 log = logging.getLogger("phalanx.coordinator")
 
+INTERNAL = 70
+"""The exit status of a defect of ours; ``phalanx.agent.exit_codes``."""
+
 _KEPT = 1000  # sayings while there is no coordinator
 _SILENT = 3.0  # seconds until one that did not answer is asked again
 _SAY_FIRST = 2.0  # seconds of silent waiting, before the first line about it
@@ -281,7 +284,7 @@ class CoordinatorNode:
             raise
         except Exception as error:
             log.exception("the link to the coordinator failed")
-            self._inbox.put(model.Refuse(f"a defect of phalanx: {error!r}"))
+            self._inbox.put(model.Refuse(f"a defect of phalanx: {error!r}", INTERNAL))
 
     async def _attend_once(self, connection: link.Connection) -> None:
         """One stream, from its Welcome to its end."""
@@ -302,7 +305,7 @@ class CoordinatorNode:
                 self._inbox.put(telling)
         except link.LinkEnded as error:
             how = str(error)
-            self._saw_end = not error.silent
+            self._saw_end = not (error.silent or error.slept)
             self._lost_at = where
             if self._server.moved == where:
                 self._server.moved = ""
@@ -396,6 +399,8 @@ class CoordinatorNode:
             record=self._record,
             commit=commit,
             on_failed=self._resign,
+            probe=lambda node: takeover.ended(node, self.plan.run_id, self.plan.security),
+            silence=self.plan.silence,
         )
         self._aim(self._server.address)
 
@@ -641,7 +646,7 @@ class CoordinatorNode:
                 self._aim(value.endpoint)
             return answer
         if value.run_id != self.plan.run_id:
-            return election.Here(0)
+            return election.Here(0, node=self.node.id)
         if isinstance(value, election.Lead) and value.term > self._term:
             self._aim(value.endpoint)
             self._higher(value.term)
@@ -649,7 +654,7 @@ class CoordinatorNode:
                 # A stream to one of a lower term is of no use any more.
                 await self._connection.close()
         where = self._server.address if hub is not None else self._ballot.following
-        return election.Here(self._term, where)
+        return election.Here(self._term, where, self.node.id)
 
     async def _listen(self, address: str) -> None:
         """Our own listener, for the day when this agent takes over."""

@@ -253,9 +253,10 @@ class Server:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             return
         self.bytes_in += len(data)
-        if self.on_hello is not None:
+        why = self._speaks_otherwise(hello)
+        if not why and self.on_hello is not None:
             self.on_hello(hello)
-        why = self._stranger(hello)
+        why = why or self._stranger(hello)
         if why:
             self._count("stranger")
             await context.write(self._seal(model.Refuse(why)))
@@ -267,12 +268,16 @@ class Server:
             return
         await self._serve(hub, hello.node, context, envelope.seq)
 
+    @staticmethod
+    def _speaks_otherwise(hello: words.Hello) -> str:
+        if hello.version == words.VERSION:
+            return ""
+        return (
+            f"this agent speaks version {hello.version}, the job's coordinator version "
+            f"{words.VERSION}: install the same phalanx on all nodes"
+        )
+
     def _stranger(self, hello: words.Hello) -> str:
-        if hello.version != words.VERSION:
-            return (
-                f"this agent speaks version {hello.version}, the job's coordinator version "
-                f"{words.VERSION}: install the same phalanx on all nodes"
-            )
         if hello.run_id != self.job.run_id:
             return (
                 f"the job here is {self.job.run_id!r}, not {hello.run_id!r}: give all agents of a "

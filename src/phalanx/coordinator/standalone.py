@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.coordinator import net, wire, words
+from phalanx.coordinator import net, takeover, wire, words
 from phalanx.coordinator.hub import CommitFailed, Facts, Hub
 from phalanx.coordinator.security import OPEN, Security
 from phalanx.coordinator.server import CoordinatorError, Job, Server
@@ -158,6 +158,8 @@ class Standalone:
             record=self._record,
             commit=self._commit,
             on_failed=self._on_failed,
+            probe=lambda node: takeover.ended(node, known.run_id, self.server.security),
+            silence=self.server.job.silence,
         )
         hub.facts = known.facts
         hub.generation, hub.attempt = known.facts.generation, known.facts.attempt
@@ -178,6 +180,8 @@ class Standalone:
     def _hello(self, hello: words.Hello) -> None:
         """The first agent of a job says how it was started."""
         hub = self.server.hub
+        if hello.options is None:
+            return  # whoever that is, it starts no job
         if self._wanted and hello.run_id != self._wanted:
             return
         if hub is not None:
@@ -186,8 +190,7 @@ class Standalone:
             if not done or (same and hello.epoch <= hub.state.epoch):
                 return
             hub.stop("that job is over")
-        options = hello.options or model.Options()
-        fresh = Remembered(hello.run_id, hello.epoch, options, Facts())
+        fresh = Remembered(hello.run_id, hello.epoch, hello.options, Facts())
         try:
             self._open(fresh)
         except CommitFailed as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,37 @@ from phalanx.rendezvous import election, model
 _ANSWERS = wire.kinds(election.Promise | election.Here)
 _AT_ONCE = 64  # questions under way
 _PATIENCE = 3  # rounds that somebody who comes first is waited for
+
+
+_PROBE = 1.0  # seconds for which it is asked whether an agent has ended
+_PROBE_AGAIN = 0.02
+
+
+async def ended(node: model.Node, run_id: str, security: Security) -> bool | None:
+    """Whether the agent of a node has ended: its machine says that nobody listens there any more,
+    or somebody else does. False: it answers. None: nothing is heard, so it is not known."""
+    until = time.monotonic() + _PROBE
+    while (left := until - time.monotonic()) > 0:
+        try:
+            _, answer = await asyncio.wait_for(
+                link.call(
+                    node.endpoint,
+                    "Ask",
+                    election.Who(run_id),
+                    _ANSWERS,
+                    security=security,
+                    timeout=left,
+                ),
+                left,
+            )
+            return isinstance(answer, election.Here) and answer.node != node.id
+        except net.Unreachable as error:
+            if str(error) == net.REFUSED:
+                return True
+        except (link.Refused, TimeoutError, asyncio.TimeoutError):
+            return None
+        await asyncio.sleep(_PROBE_AGAIN)  # a process that ends closes one thing after the other
+    return None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Bond(Protocol):
         """Whose workers may run here, for the next Join."""
 
     def offer(self) -> str:
-        """Bind a listener for a store of ours; its "host:port"."""
+        """Bind a listener for a store of ours; its "host:port", "" if none can be had."""
 
     def claim(self, where: str) -> Any:
         """The listening socket at that address, the caller's from now on; None: it is not ours."""

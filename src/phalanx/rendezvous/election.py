@@ -59,10 +59,12 @@ class Lead:
 
 @dataclass(frozen=True)
 class Here:
-    """I am, and know of this term; ``endpoint``: the coordinator that I hear, "" for none."""
+    """I am ``node``, and know of this term; ``endpoint``: the coordinator that I hear, "" for
+    none."""
 
     term: int
     endpoint: str = ""
+    node: str = ""
 
 
 # --- what a member answers ------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 from phalanx.recovery import episode as ep
 from phalanx.rendezvous import ranks
 from phalanx.rendezvous.model import (
+    NO_RENDEZVOUS,
     Assign,
     Assignment,
     Options,
@@ -18,10 +19,6 @@ from phalanx.rendezvous.model import (
     Verdict,
 )
 from phalanx.rendezvous.state import Peer, Phase, State, Turn, tell_roster
-
-NO_RENDEZVOUS = 120
-"""The exit status when the nodes did not find together; ``phalanx.agent.exit_codes``."""
-
 
 BESIDE = 2
 """Neighbours that a node is told of."""
@@ -48,6 +45,8 @@ def stop_all(turn: Turn, why: str, *, start_at: float | None = None, at: int | N
     turn.set(
         phase=Phase.STOPPING,
         why=why,
+        lost=(),
+        heard=(),
         stop_at=at,
         stop_by=turn.now + turn.options.rejoin,
         start_at=start_at,

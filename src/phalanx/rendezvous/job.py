@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phalanx.recovery import episode as ep
 from phalanx.rendezvous import budgets, ranks, recall, running, sessions
 from phalanx.rendezvous.forming import finish, park, park_others, release, settle
 from phalanx.rendezvous.model import (
+    Away,
     Effect,
     Event,
     Failed,
@@ -39,6 +42,8 @@ def advance(state: State, event: Event, now: float, options: Options) -> tuple[S
     turn = Turn(state, now, options)
     if isinstance(event, Tick):
         _tick(turn)
+    elif isinstance(event, Away):
+        running.away(turn, event.node)
     elif isinstance(event, Lost):
         _departed(turn, event.node, event.how, certain=event.certain)
     elif isinstance(event.what, Join):
@@ -51,6 +56,8 @@ def advance(state: State, event: Event, now: float, options: Options) -> tuple[S
         if not isinstance(event.what, Offer | Stopped):  # a node may stop what it does not know
             turn.hear_of(event.node, event.what.generation)
         hear(turn, event.node, event.what)
+    if turn.state.lost and turn.state.phase is Phase.RUNNING:
+        running.make_good(turn)
     return turn.state, turn.effects
 
 
@@ -107,7 +114,7 @@ def _departed(turn: Turn, node: str, why: str, *, certain: bool = True) -> None:
         turn.drop(node)
     elif state.phase is Phase.RECALL:
         if certain:
-            turn.set(gone=state.gone | {node})
+            turn.set(gone=state.gone | {node}, unsure=state.unsure - {node})
         else:
             turn.set(unsure=state.unsure | {node})
         turn.drop(node)
@@ -250,7 +257,9 @@ def _back_in_seat(turn: Turn, node: str, peer: Peer) -> None:
         turn.number(seat)
     tell_roster(turn, node)
     if peer.share is not None:
-        running.shares(turn, [(node, peer.share, held.generation)])
+        said = [(node, peer.share, held.generation)]
+        running.shares(turn, said)
+        running.deaths(turn, said)
 
 
 # --- after a takeover ---------------------------------------------------------------------
@@ -265,8 +274,17 @@ def _recalled(turn: Turn) -> None:
     heard = turn.state.heard
     shares = [(p.node.id, p.share, p.runs) for p in turn.state.peers.values() if p.share]
     missing = recall.rebuild(turn)
-    running.shares(turn, [s for s in shares if turn.state.seat_of(s[0]) is not None])
+    shares = [share for share in shares if turn.state.seat_of(share[0]) is not None]
+    running.shares(turn, shares)
+    ends = [said for said in heard if isinstance(said[1], Failed | Succeeded)]
+    _hear_all(turn, ends)
+    # before what the others say of the consequences
+    recall.lose(turn, missing)
+    running.deaths(turn, shares)
+    _hear_all(turn, [said for said in heard if said not in ends])
+
+
+def _hear_all(turn: Turn, heard: Sequence[tuple[str, Saying]]) -> None:
     for node, what in heard:
         if node in turn.state.peers and turn.state.phase is not Phase.OVER:
             hear(turn, node, what)
-    recall.lose(turn, missing)

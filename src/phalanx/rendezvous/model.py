@@ -298,12 +298,16 @@ class Refused:
     reason: str
 
 
+NO_RENDEZVOUS = 120
+"""The exit status when the nodes did not find together; ``phalanx.agent.exit_codes``."""
+
+
 @dataclass(frozen=True)
 class Refuse:
     """You cannot take part; ``reason`` says why and what to do. The agent ends."""
 
     reason: str
-    status: int = 1
+    status: int = NO_RENDEZVOUS
 
 
 @dataclass(frozen=True)
@@ -353,6 +357,15 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Away:
+    """The node's connection has closed, and it is being asked whether its agent has ended: ``Lost``
+    follows, or the node's own ``Join``. Until then it is not counted on.
+    """
+
+    node: str
+
+
+@dataclass(frozen=True)
 class Lost:
     """The node's connection closed, or it was silent for too long; ``how`` is a clause.
 
@@ -373,7 +386,7 @@ class Tick:
     """The clock has passed a deadline (an early tick changes nothing)."""
 
 
-Event = Said | Lost | Tick
+Event = Said | Away | Lost | Tick
 
 
 @dataclass(frozen=True)

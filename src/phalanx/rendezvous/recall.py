@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from phalanx.rendezvous.forming import park_others, settle
 from phalanx.rendezvous.model import Assignment, Roster, Seat, Stop
-from phalanx.rendezvous.running import lose_share
+from phalanx.rendezvous.running import lose_shares
 from phalanx.rendezvous.sessions import grow, tell_regroup
 from phalanx.rendezvous.state import Electorate, Peer, Phase, State, Turn, tell_roster
 
@@ -61,7 +61,7 @@ def rebuild(turn: Turn) -> list[str]:
     """
     state = turn.state
     newest = _newest(state)
-    turn.set(recall_by=None, spares_by=None, heard=(), gone=frozenset(), roster=None)
+    turn.set(recall_by=None, spares_by=None, heard=(), lost=(), gone=frozenset(), roster=None)
     if newest is None:
         _remember(turn, state)
         return []
@@ -149,7 +149,7 @@ def _count_voters(turn: Turn, before: State, generation: int) -> None:
         for p in before.peers.values()
         if (a := p.held or p.last) is not None
     }
-    here = frozenset(before.peers)
+    here = frozenset(before.peers) - before.unsure
     turn.set(electorates=tuple(electorates), knows=knows, unsure=voters - here - before.gone)
     turn.retire()
 
@@ -193,11 +193,9 @@ def lose(turn: Turn, missing: list[str]) -> None:
         settle(turn)
     if turn.state.phase is not Phase.RUNNING:
         return
-    count = len(missing)
-    for node in missing:
-        if turn.state.phase is Phase.RUNNING and turn.state.seat_of(node) is not None:
-            nodes = f"{count} node{'s' if count > 1 else ''}"
-            lose_share(turn, node, f"{nodes} did not come to the new coordinator")
+    if missing:
+        nodes = f"{len(missing)} node{'s' if len(missing) > 1 else ''}"
+        lose_shares(turn, missing, f"{nodes} did not come to the new coordinator")
     if turn.state.phase is not Phase.RUNNING:
         return
     tell_roster(turn)

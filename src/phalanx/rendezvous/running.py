@@ -13,13 +13,14 @@ from phalanx.rendezvous.model import (
     Failed,
     Progress,
     Refused,
+    Seat,
     Share,
     Stopped,
     Succeeded,
     Verdict,
     WorkerEvent,
 )
-from phalanx.rendezvous.state import Phase, Turn
+from phalanx.rendezvous.state import Phase, State, Turn
 
 ECHO = 1.0
 """Seconds for which the cause of an exception like "connection closed by peer" is waited for."""
@@ -113,6 +114,8 @@ def commit(turn: Turn, node: str, what: WorkerEvent) -> None:
     why = ""
     if what.generation != state.generation or state.phase not in (Phase.RUNNING, Phase.STOPPING):
         why = f"generation {what.generation} is over"
+    elif state.lost:
+        why = "a node is lost"
     elif not state.has_quorum(turn.options):
         why = "the other nodes cannot be reached, and may go on by themselves"
     if why:
@@ -123,15 +126,26 @@ def commit(turn: Turn, node: str, what: WorkerEvent) -> None:
     turn.tell(node, Commit(what.generation, what.rank, step, within))
 
 
+def away(turn: Turn, node: str) -> None:
+    """The node's connection has closed: until it is known why it may be on another side."""
+    state = turn.state
+    if node in state.peers and _votes(state, node):
+        turn.set(unsure=state.unsure | {node})
+
+
+def _votes(state: State, node: str) -> bool:
+    member = state.seat_of(node) is not None
+    return member or any(node in voters.nodes for voters in state.electorates)
+
+
 def departed(turn: Turn, node: str, why: str, *, certain: bool = True) -> None:
     """The node is gone. Its share counts as done if it was."""
     state = turn.state
     member = state.seat_of(node) is not None
-    votes = member or any(node in voters.nodes for voters in state.electorates)
     name = turn.name(node)
     turn.drop(node)
-    if votes and not certain:
-        turn.set(unsure=state.unsure | {node})
+    unsure = state.unsure - {node}
+    turn.set(unsure=unsure if certain or not _votes(state, node) else unsure | {node})
     turn.retire()
     turn.note("node_gone", node=node, why=why, member=member, certain=certain)
     if state.phase is Phase.RUNNING and member and node not in state.done:
@@ -149,20 +163,48 @@ def lose_share(turn: Turn, node: str, why: str) -> None:
     """No worker runs any more where this seat is. A node that waits takes it in place, or the
     others go on as a smaller world, if the program can; else the whole group starts again, with
     whoever is there."""
-    seat = turn.state.seat_of(node)
-    assert seat is not None
-    substitute = sessions.substitute(turn, seat)
-    if substitute is not None:
-        sessions.move_in(turn, seat, substitute, why)
+    lose_shares(turn, [node], why)
+
+
+def lose_shares(turn: Turn, nodes: Sequence[str], why: str) -> None:
+    """As ``lose_share``, of several nodes at once."""
+    others = tuple(loss for loss in turn.state.lost if loss[0] not in nodes)
+    turn.set(lost=(*others, *((node, why) for node in nodes)))
+    make_good(turn)
+
+
+def make_good(turn: Turn) -> None:
+    """What is to be done about the seats that are lost; not as long as somebody who is lost may
+    commit a checkpoint, or it is not known whether somebody is: the workers wait for each other
+    anyway, and so need not start again.
+    """
+    state = turn.state
+    if state.fence_until is not None and turn.now >= state.fence_until:
+        turn.set(fence_until=None)
+    if sessions.waits(turn):
         return
-    why_not = sessions.shrink(turn, seat, why)
+    turn.set(lost=(), heard=())
+    if lost := [(seat, why) for node, why in state.lost if (seat := state.seat_of(node))]:
+        _replace(turn, [seat for seat, _ in lost], lost[0][1])
+    for node, what in state.heard:
+        here = turn.state.phase is Phase.RUNNING and node in turn.state.peers
+        if here and isinstance(what, WorkerEvent):
+            sessions.worker_event(turn, node, what)
+
+
+def _replace(turn: Turn, seats: Sequence[Seat], why: str) -> None:
+    substitutes = sessions.substitutes(turn, seats)
+    if substitutes is not None:
+        sessions.move_in(turn, seats, substitutes, why)
+        return
+    why_not = sessions.shrink(turn, seats, why)
     if why_not is not None:
         stop_all(turn, f"{why} ({why_not})" if why_not else why)
 
 
 def shares(turn: Turn, said: Sequence[tuple[str, Share, int]]) -> None:
     """Nodes that came back say how it stands with their workers of that generation: first
-    who lives, since that decides what can be done for those who do not.
+    who lives, since that decides what can be done for those who do not (``deaths``).
     """
     for node, what, generation in said:
         if turn.state.phase is Phase.RUNNING:
@@ -172,5 +214,10 @@ def shares(turn: Turn, said: Sequence[tuple[str, Share, int]]) -> None:
             failed(turn, node, what.failed)
         elif what.done:
             succeeded(turn, node, Succeeded(generation))
-        else:
+
+
+def deaths(turn: Turn, said: Sequence[tuple[str, Share, int]]) -> None:
+    """And who does not live."""
+    for node, what, generation in said:
+        if what.failed is None and not what.done:
             sessions.deaths(turn, node, what, generation)

@@ -10,7 +10,7 @@ other, if the program can go on in a world of another size; and when more nodes 
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
@@ -103,6 +103,9 @@ def worker_event(turn: Turn, node: str, what: WorkerEvent) -> None:
     event = event_of(what)
     if event is None:
         return
+    if state.lost:  # it is heard when that is made good
+        turn.set(heard=(*state.heard, (node, what)))
+        return
     if isinstance(event, ep.Died):
         returncode, end = what.data.get("returncode"), what.data.get("end")
         failed = Failed(
@@ -138,33 +141,56 @@ def deaths(turn: Turn, node: str, what: Share, generation: int) -> None:
 # --- nodes that are lost -----------------------------------------------------------------------
 
 
-def substitute(turn: Turn, seat: Seat) -> Peer | None:
-    """A node that waits and could take this seat in place; None: there is none, or the program
-    cannot be recovered in place."""
+def substitutes(turn: Turn, seats: Sequence[Seat]) -> list[Peer] | None:
+    """Nodes that wait and could take these seats in place; None: there are not enough, or the
+    program cannot be recovered in place."""
+    return None if _others_may_go_on(turn) else _fitting(turn, seats)
+
+
+def _fitting(turn: Turn, seats: Sequence[Seat]) -> list[Peer] | None:
     state = turn.state
-    if not _in_place(turn) or _others_may_go_on(turn):
+    if not _in_place(turn):
         return None
-    place = state.places[seat.node]
-    fitting = (
-        p
-        for p in available(state)
-        if (p.node.id not in state.places or p.node.id == seat.node)
-        and p.node.slots == len(seat.ranks)
-        and p.node.rank in (None, place)
-    )
-    return next(fitting, None)
+    free = [seat.node for seat in seats]
+    waiting = [p for p in available(state) if p.node.id not in state.places or p.node.id in free]
+    found = []
+    for seat in seats:
+        place = state.places[seat.node]
+        fitting = (
+            p for p in waiting if p.node.slots == len(seat.ranks) and p.node.rank in (None, place)
+        )
+        peer = next(fitting, None)
+        if peer is None:
+            return None
+        waiting.remove(peer)
+        found.append(peer)
+    return found
 
 
-def move_in(turn: Turn, seat: Seat, peer: Peer, why: str) -> None:
-    """The node takes the seat of one that is lost, as one fault of all its ranks."""
+def waits(turn: Turn) -> bool:
+    """Whether the seats that are lost can be made good in place, but not yet."""
+    state, machine = turn.state, turn.state.machine
+    if not state.lost or machine is None or not _in_place(turn) or not _others_may_go_on(turn):
+        return False
+    asked = any(node in state.peers for node in state.unsure)  # whether they have ended
+    if not asked and not state.has_quorum(turn.options):
+        return False
+    seats = [seat for node, _ in state.lost if (seat := state.seat_of(node)) is not None]
+    gone = [rank for seat in seats for rank in seat.ranks]
+    return ep.resizes(machine, gone) or _fitting(turn, seats) is not None
+
+
+def move_in(turn: Turn, seats: Sequence[Seat], peers: Sequence[Peer], why: str) -> None:
+    """The nodes take the seats of those that are lost, as one fault of all the ranks."""
     state = turn.state
-    place = state.places[seat.node]
-    seats = list(state.seats)
-    seats[place] = Seat(peer.node.id, seat.ranks)
-    turn.seat(tuple(seats))
-    turn.set(moved_in=state.moved_in | {peer.node.id})
-    turn.note("seat_taken", node=peer.node.id, of=seat.node, ranks=list(seat.ranks))
-    step(turn, ep.Gone(seat.ranks, why), frozenset({peer.node.id}))
+    after = list(state.seats)
+    for seat, peer in zip(seats, peers, strict=True):
+        after[state.places[seat.node]] = Seat(peer.node.id, seat.ranks)
+        turn.note("seat_taken", node=peer.node.id, of=seat.node, ranks=list(seat.ranks))
+    arriving = frozenset(peer.node.id for peer in peers)
+    turn.seat(tuple(after))
+    turn.set(moved_in=state.moved_in | arriving)
+    step(turn, ep.Gone(tuple(r for seat in seats for r in seat.ranks), why), arriving)
 
 
 def _in_place(turn: Turn) -> bool:
@@ -182,12 +208,12 @@ def _others_may_go_on(turn: Turn) -> bool:
 # --- a world of another size -------------------------------------------------------------------
 
 
-def shrink(turn: Turn, seat: Seat, why: str) -> str | None:
-    """Go on without this seat, with those that wait if there are any. Returns why that cannot
+def shrink(turn: Turn, seats: Sequence[Seat], why: str) -> str | None:
+    """Go on without these seats, with those that wait if there are any. Returns why that cannot
     be ("": the program is not made for it); None: it is done.
     """
     state = turn.state
-    gone = {s.node for s in state.seats if s.node not in state.peers} | {seat.node}
+    gone = {s.node for s in state.seats if s.node not in state.peers or s in seats}
     return _resize(turn, gone, why)
 
 
@@ -235,7 +261,7 @@ def grow(turn: Turn) -> None:
     stop); a recovery under way comes to its end before.
     """
     state = turn.state
-    if state.phase is not Phase.RUNNING or not wants_more(state, turn.options):
+    if state.phase is not Phase.RUNNING or state.lost or not wants_more(state, turn.options):
         return
     if state.machine is None:
         stop_all(turn, "more nodes are there")
@@ -322,6 +348,8 @@ def _regroup(
     turn.change(host.node.id, offer="")
     turn.elect()
     for seat in state.seats:
+        if seat.node not in state.peers:
+            continue  # it is lost as well, and next
         arrives = seat.node in arriving
         turn.change(seat.node, runs=generation, parked="")
         if arrives:

@@ -108,7 +108,7 @@ class State:
     electorates: tuple[Electorate, ...] = ()
     knows: Mapping[str, int] = field(default_factory=dict)  # the newest generation a node knows of
     dead: frozenset[str] = frozenset()  # of the unsure: ended for certain, votes uncertain
-    unsure: frozenset[str] = frozenset()  # of them, those that are lost and may live beyond a cut
+    unsure: frozenset[str] = frozenset()  # of them, those that may be beyond a cut, lost or not yet
     fence_until: float | None = None  # until then a member that is lost may use a word to commit
     done: frozenset[str] = frozenset()  # nodes whose workers have all ended well
     began: float = 0.0
@@ -130,7 +130,10 @@ class State:
     spares_by: float | None = None  # until then also for those that wait
     gone: frozenset[str] = frozenset()  # in RECALL: members that will not come
     roster: Roster | None = None  # in RECALL: the last coordinator's
-    heard: tuple[tuple[str, Saying], ...] = ()  # in RECALL: what was said and is yet to be taken
+    # What was said and is yet to be taken: in RECALL, and while ``lost`` waits.
+    heard: tuple[tuple[str, Saying], ...] = ()
+    # In RUNNING: nodes that are lost, and why, as long as nothing can be done about their seats.
+    lost: tuple[tuple[str, str], ...] = ()
     attempts: tuple[policy.Attempt, ...] = ()  # those that a fault ended
     spent: int = 0  # restarts used under earlier coordinators
     # a failure that looks like the echo of another one, and until when that one is waited for
@@ -200,7 +203,7 @@ class State:
         lost = len(voters.nodes & self.unsure)
         if not lost:
             return True
-        here = sum(node in self.peers for node in voters.nodes)
+        here = sum(node in self.peers for node in voters.nodes - self.unsure)
         return here > lost or (len(voters.nodes) == 2 and options.on_split == "continue")
 
     def is_out(self, node: str) -> bool:
@@ -224,7 +227,7 @@ def next_deadline(state: State) -> float | None:
             *let_in,
         ),
         Phase.STOPPING: (state.stop_by, state.judge_by),
-        Phase.RUNNING: (machine, *let_in),
+        Phase.RUNNING: (machine, state.fence_until if state.lost else None, *let_in),
         Phase.OVER: (),
     }[state.phase]
     return min((t for t in due if t is not None), default=None)

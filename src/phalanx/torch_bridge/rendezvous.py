@@ -7,7 +7,9 @@ a round of its workers ended: one that comes for the next round unasked has had 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
 import select
 import socket
 import sys
@@ -56,6 +58,8 @@ class PhalanxRendezvous(RendezvousHandler):
         self._refused = ""
         self._parked = ""
         self._server: TCPStore | None = None
+        self._pumping: threading.Thread | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     # ------------------------------------------------------------------ what torch asks
 
@@ -86,7 +90,10 @@ class PhalanxRendezvous(RendezvousHandler):
         if not self._attending:
             self._attending = True
             self._bond.attend()
-            threading.Thread(target=self._pump, name="phalanx-rendezvous", daemon=True).start()
+            self._pumping = threading.Thread(
+                target=self._pump, name="phalanx-rendezvous", daemon=True
+            )
+            self._pumping.start()
         with self._changed:
             held, self._running = self._held, False
             self._bond.hold(None)
@@ -115,7 +122,11 @@ class PhalanxRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """No further round on this node."""
-        self._closed = True
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
 
     def shutdown(self) -> bool:
         """The end of torch's agent: its workers ended well, or it is raising an error."""
@@ -131,8 +142,12 @@ class PhalanxRendezvous(RendezvousHandler):
             self._running = False
             with self._changed:
                 self._changed.wait_for(lambda: self._verdict is not None, GOODBYE_SECONDS)
-        self._closed = True
-        if self._attending:
+        self.set_closed()
+        if self._pumping is not None:
+            self._pumping.join(GOODBYE_SECONDS)
+            if not self._pumping.is_alive():
+                os.close(self._wake)
+            self._pumping = None
             self._bond.close("done" if failed is None else "failed")
         self._server = None
         return True
@@ -142,12 +157,21 @@ class PhalanxRendezvous(RendezvousHandler):
     def _pump(self) -> None:
         poll = select.poll()
         poll.register(self._bond.fd, select.POLLIN)
-        while not self._closed:
-            poll.poll(1000)
-            for telling in self._bond.take():
+        poll.register(self._wake, select.POLLIN)
+        try:
+            while not self._closed:
+                poll.poll()
+                told = self._bond.take()
                 with self._changed:
-                    self._hear(telling)
-                    self._changed.notify_all()
+                    for telling in told:
+                        self._hear(telling)
+                    self._changed.notify_all()  # also of a coordinator lost or found
+        except Exception as error:
+            # Whoever waits would wait for ever.
+            with self._changed:
+                self._refused = f"the rendezvous failed on this node: {error!r}"
+                self._changed.notify_all()
+            raise
 
     def _hear(self, telling: m.Telling) -> None:
         if isinstance(telling, m.Assign):
@@ -187,11 +211,14 @@ class PhalanxRendezvous(RendezvousHandler):
                     self._bond.hold(self._held)
                     return self._held
                 alone = self._bond.alone_since()
-                if alone is not None and time.monotonic() > max(alone, began) + self._join_seconds:
-                    raise RendezvousTimeoutError(
-                        f"no coordinator was found within {self._join_seconds:g} s"
-                    )
-                self._changed.wait(1.0)
+                left = None  # the coordinator has its own bound
+                if alone is not None:
+                    left = max(alone, began) + self._join_seconds - time.monotonic()
+                    if left <= 0:
+                        raise RendezvousTimeoutError(
+                            f"no coordinator was found within {self._join_seconds:g} s"
+                        )
+                self._changed.wait(left)
 
     def _store_of(self, a: m.Assignment) -> Store | None:
         """The store of a round; None when the node that was to serve it is gone already."""
@@ -211,7 +238,8 @@ class PhalanxRendezvous(RendezvousHandler):
                     master_listen_fd=listener.detach(),
                 )
                 self._server = store
-                self._bond.say(m.Offer(self._bond.offer()))
+                if offer := self._bond.offer():
+                    self._bond.say(m.Offer(offer))
             else:
                 store = TCPStore(host, port, None, is_master=False, timeout=connect)
         except RuntimeError as error:
