@@ -311,7 +311,7 @@ def main() -> None:
             row(
                 world,
                 "ours in place, --standby",
-                lambda n=world: in_place(n, kills, "--standby"),
+                lambda n=world: in_place(n, kills, "--standby", "1"),
             )
         row(world, "ours whole group, warm", lambda n=world: whole_group(n, kills, PHALANX))
         write()

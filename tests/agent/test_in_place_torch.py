@@ -143,3 +143,30 @@ def test_told_to_stop_it_is_saved_and_the_next_run_goes_on(job, calm, tmp_path) 
     again = job("--nproc-per-node 2", SCRIPT, env={**env, "STEPS": str(last + 3)})
     assert again.wait() == 0, again.err
     assert {min(map(int, losses)) for losses in ends(again).values()} == {last + 1}
+
+
+def test_a_standby_takes_a_rank_and_the_losses_are_the_same(job, calm) -> None:
+    # rank 0 dies at step 6, when there is a standby; another step later the next
+    waits = "if int(step) == 5: wait_for('one')\n                if int(step) == 8: wait_for('two')"
+    script = SCRIPT.replace("what = FAULT", f"{waits}\n                what = FAULT")
+    run = job(
+        "--nproc-per-node 4 --standby 1",
+        script,
+        env={"FAULT": json.dumps({"0.6": "kill", "2.9": "kill"})},
+    )
+
+    def pids(kind: str) -> set[int]:
+        return {e["data"]["pid"] for e in run.events(kind)}
+
+    for recovered, name in enumerate(("one", "two")):
+        run.until(lambda n=recovered: len(run.events("recovered")) >= n)
+        run.until(lambda: pids("standby_ready") - pids("worker_replaced") - pids("standby_died"))
+        (run.folder / name).touch()
+    assert run.wait() == 0, run.err
+    # others may be lost beside them (docs/training.md, limits)
+    seated = [e for e in run.events("worker_replaced") if e["data"]["standby"]]
+    assert len(seated) >= 2, run.err
+    losses = ends(run)
+    assert sorted(losses) == [0, 1, 2, 3]
+    for rank, found in losses.items():
+        assert found == {step: calm[rank][step] for step in found}

@@ -89,6 +89,7 @@ class JobConfig:
 
     ``redirects`` and ``tee`` are masks as torchrun has them (a mask for all or one per
     local rank); ``master_port`` 0 takes any free port. ``nodes``: it is one of several.
+    ``standby``: so many idle replacements are kept built.
     """
 
     program: Program
@@ -123,6 +124,7 @@ class JobConfig:
     master_port: int = 0
     local_addr: str | None = None
     hang_limits: Limits | None = None
+    standby: int = 0
     controller: Controller | None = None
     node_check: str | None = None
     node_check_timeout: float = 300.0

@@ -24,6 +24,7 @@ from phalanx.agent import exit_codes, report
 from phalanx.agent.config import JobConfig
 from phalanx.agent.console import Console
 from phalanx.agent.hangs import HangWatch
+from phalanx.agent.standbys import NOBODY, Standby, Standbys, fixed_differences
 from phalanx.agent.streams import Streams
 from phalanx.elastic.agent.server import worker_env
 from phalanx.elastic.multiprocessing.api import wall_ns
@@ -39,6 +40,7 @@ from phalanx.process.supervisor import (
     WorkerGarbled,
     WorkerGone,
     WorkerProcess,
+    WorkerSpoke,
 )
 from phalanx.recovery import blame
 
@@ -102,6 +104,7 @@ class Crew:
         self.streams = Streams(config)
         if self.streams.temporary is not None:
             supervisor.tidy(self.streams.temporary)
+        self.standbys = Standbys(config.standby, self._start_standby, self.streams, console, events)
         self.host = socket.gethostname()
         self.workers: dict[int, WorkerProcess] = {}  # those that hold the ranks now
         self.ranks: Sequence[int] = ()  # the global rank of each local one
@@ -182,6 +185,11 @@ class Crew:
         for local_rank, path in dest.error_files.items():
             _forget(path)
             envs[local_rank].setdefault("TORCHELASTIC_ERROR_FILE", path)
+        if self.config.standby:
+            commands = {rank: self._program(rank) for rank in envs}
+            self.standbys.begin(
+                fixed_differences(envs, {r: (*p.argv, *p.args) for r, p in commands.items()})
+            )
 
     def start(self) -> list[WorkerProcess]:
         """Start a process for every local rank, all or none; fewer only when ``stop_asked``.
@@ -203,56 +211,163 @@ class Crew:
     def replace(
         self, local_rank: int, generation: int, env: Mapping[str, str] | None = None
     ) -> WorkerProcess:
-        """Start another process for a rank, one that waits for its ``join``.
+        """Another process for a rank, one that waits for its ``join``: a standby that is
+        ready, else a new one.
 
         ``env``: variables that differ from those of ``begin``.
         Raises CannotStart, SupervisorError.
         """
         extra = {**(env or {}), "PHALANX_JOIN": "1", "PHALANX_GENERATION": str(generation)}
-        started = self._launch([local_rank], extra)
-        if not started:
-            raise SupervisorError("the job is being stopped")
-        (worker,) = started
-        self.workers[local_rank] = worker
-        self._hand_over(worker)
+        self._put_aside(local_rank)
+        standby = self.standbys.take({**self._envs[local_rank], **extra}.get("WORLD_SIZE", ""))
+        if standby is not None:
+            worker = self._seat(standby, local_rank, generation, extra)
+        else:
+            started = self._launch([local_rank], extra)
+            if not started:
+                raise SupervisorError("the job is being stopped")
+            (worker,) = started
+            self.workers[local_rank] = worker
+            self._hand_over(worker)
         self.events.record(
-            "worker_replaced", local_rank=local_rank, pid=worker.pid, warm=worker.warm
+            "worker_replaced",
+            local_rank=local_rank,
+            pid=worker.pid,
+            warm=worker.warm,
+            standby=standby is not None,
         )
+        return worker
+
+    def resized(self, world: int) -> None:
+        """The job has so many ranks from now on; those here have been told by `tell`."""
+        for env in self._envs.values():
+            env["WORLD_SIZE"] = env["ROLE_WORLD_SIZE"] = str(world)
+        self.standbys.resized(str(world))
+
+    def _put_aside(self, local_rank: int) -> None:
+        """What the rank's last process has told of its end stays, and is not the next one's."""
+        old, path = self.workers.get(local_rank), self.streams.error_file(local_rank)
+        if old is not None and path and path != os.devnull:
+            try:
+                os.rename(path, f"{path}.{old.incarnation}")
+            except OSError:
+                pass  # it told nothing
+
+    def _start_standby(self, slot: int) -> tuple[WorkerProcess, Mapping[str, str]] | None:
+        """A process for whichever rank; built as the last one, which prints least.
+
+        Raises CannotStart, SupervisorError.
+        """
+        like = len(self.ranks) - 1
+        extra = {
+            "PHALANX_JOIN": "1",
+            "PHALANX_GENERATION": str(self.generation),
+            "TORCHELASTIC_ERROR_FILE": os.devnull,
+        }
+        env = self._environment(like, extra)
+        try:
+            streams = self.streams.open_apart(slot)
+        except (OSError, RuntimeError) as error:
+            raise CannotStart(str(error), exit_codes.CANNOT_START) from error
+        started = self._start([self._order(NOBODY, like, env, *streams)], streams)
+        return (started[0], env) if started else None
+
+    def _seat(
+        self, standby: Standby, local_rank: int, generation: int, extra: Mapping[str, str]
+    ) -> WorkerProcess:
+        """Give a rank to a standby: its variables, its streams, what its last process kept."""
+        worker = standby.worker
+        self.supervisor.assign(worker, local_rank)
+        self._all.append(worker)
+        self.workers[local_rank] = worker
+        env = self._environment(local_rank, extra)
+        changed = {name: value for name, value in env.items() if standby.env.get(name) != value}
+        out, err = self.streams.open(local_rank)
+        opened = [fd for fd in (out, err) if fd is not None]
+        streams = {}
+        for name, fd, own in (("stdout", out, 1), ("stderr", err, 2)):
+            if fd is not None or syscalls.is_open(own):
+                streams[name] = own if fd is None else fd
+        try:
+            self.standbys.hand_over(standby, streams)
+            self._tell(
+                worker,
+                "take",
+                tuple(streams.values()),
+                environment=changed,
+                streams=list(streams),
+            )
+        finally:
+            for fd in opened:
+                os.close(fd)
+        self._hand_over(worker)
+        assert standby.hello is not None
+        # it said so long ago, and whoever recovers has to hear it now
+        fields = {**standby.hello.fields, "generation": generation}
+        self.supervisor.replay(WorkerSpoke(worker, Message("hello", fields)))
         return worker
 
     def prepare_later(self) -> None:
         """Have warm workers for the next start forked in a moment (``PREPARE_AFTER``)."""
         self._prepare_at = pause.now() + PREPARE_AFTER
 
+    def _prepare(self) -> None:
+        if self.config.starts_warm:
+            try:
+                self.supervisor.prepare(self.config.nproc)
+            except SupervisorError:
+                pass  # the keeper is lost: the next wait tells
+
     def _launch(self, local_ranks: Iterable[int], extra: Mapping[str, str]) -> list[WorkerProcess]:
-        orders, opened = [], []
+        orders: list[StartOrder] = []
+        opened: list[int] = []
         try:
             for local_rank in local_ranks:
                 out, err = self.streams.open(local_rank)
                 opened += [fd for fd in (out, err) if fd is not None]
-                env = {**os.environ, **self.config.environment, **self._envs[local_rank], **extra}
-                if self.config.events:
-                    env.setdefault(EVENTS_ENV, os.path.abspath(self.config.events))
+                env = self._environment(local_rank, extra)
                 if self._kept.get(local_rank):
                     env["PHALANX_KEPT"] = ",".join(self._kept[local_rank])
-                orders.append(
-                    StartOrder(
-                        local_rank,
-                        self._program(local_rank),
-                        env,
-                        stdout=out,
-                        stderr=err,
-                        warm=self.config.starts_warm and not self._differs(env),
-                    )
-                )
+                orders.append(self._order(local_rank, local_rank, env, out, err))
+        except BaseException as error:
+            for fd in opened:
+                os.close(fd)
+            if isinstance(error, (OSError, ValueError)):
+                raise _cannot_start(error) from error
+            raise
+        started = self._start(orders, opened)
+        # a page keeps a descriptor open for as long as its worker is remembered
+        self._all = [w for w in self._all if not w.gone] + started
+        return started
+
+    def _environment(self, local_rank: int, extra: Mapping[str, str]) -> dict[str, str]:
+        env = {**os.environ, **self.config.environment, **self._envs[local_rank], **extra}
+        if self.config.events:
+            env.setdefault(EVENTS_ENV, os.path.abspath(self.config.events))
+        return env
+
+    def _order(
+        self, local_rank: int, like: int, env: dict[str, str], out: int | None, err: int | None
+    ) -> StartOrder:
+        """``like``: the local rank whose program it runs."""
+        return StartOrder(
+            local_rank,
+            self._program(like),
+            env,
+            stdout=out,
+            stderr=err,
+            warm=self.config.starts_warm and not self._differs(env),
+        )
+
+    def _start(self, orders: Sequence[StartOrder], opened: Iterable[int]) -> list[WorkerProcess]:
+        """Raises CannotStart, SupervisorError; closes what was ``opened``."""
+        try:
             started = self.supervisor.start(orders, self.config.start_timeout, self.stop_asked)
         except (OSError, ValueError) as error:
             raise _cannot_start(error) from error
         finally:
             for fd in opened:
                 os.close(fd)
-        # a page keeps a descriptor open for as long as its worker is remembered
-        self._all = [w for w in self._all if not w.gone] + started
         if self._oom is None:
             from phalanx.process.oom import OomWatch
 
@@ -408,7 +523,10 @@ class Crew:
         kept["snapshots"] = fd
 
     def kept(self, worker: WorkerProcess, message: Message) -> bool:
-        """Take the message's descriptors; True when it was of what is kept, which is all of it."""
+        """Take the message's descriptors; True when that is all of it: it was of what is kept, or a
+        word of a standby.
+        """
+        idle = self.standbys.on_message(worker, message)
         if message.type == "snapshot":
             for fd in message.fds:
                 os.close(fd)
@@ -416,10 +534,10 @@ class Crew:
             return True
         name = message.fields.get("name")
         fits = isinstance(name, str) and name and "," not in name and len(message.fds) == 1
-        if message.type != "keep" or not fits:
+        if message.type != "keep" or not fits or idle:
             for fd in message.fds:
                 os.close(fd)
-            return message.type == "keep"
+            return idle or message.type == "keep"
         kept = self._kept.setdefault(worker.local_rank, {})
         old = kept.pop(str(name), None)
         if old is not None:
@@ -448,6 +566,9 @@ class Crew:
 
     def note(self, happening: Any) -> None:
         """Record what happened to a worker (messages are their reader's)."""
+        if getattr(happening, "worker", None) and happening.worker.local_rank == NOBODY:
+            self.standbys.note(happening)
+            return
         if isinstance(happening, WorkerDied):
             worker = happening.worker
             self.events.record(
@@ -491,17 +612,16 @@ class Crew:
     def due(self) -> float | None:
         """When the next ``tick`` has something to do, in seconds of ``pause.now``."""
         soon = pause.now() + LATE_TICK if self._passing else None
-        return min((t for t in (soon, self._prepare_at) if t is not None), default=None)
+        due = (soon, self._prepare_at, self.standbys.due())
+        return min((t for t in due if t is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Standbys that are due, hangs, and those that other threads condemned."""
         if self._prepare_at is not None and now >= self._prepare_at:
             self._prepare_at = None
-            if self.config.starts_warm:
-                try:
-                    self.supervisor.prepare(self.config.nproc)
-                except SupervisorError:
-                    return  # the keeper is lost: the next wait tells
+            self._prepare()
+        if self._prepare_at is None and self.standbys.tick(now, list(self.workers.values())):
+            self._prepare()  # it may have used one of those
         for one in list(self._passing):  # a signal handler may add to it
             if self._passed(*one):
                 self._passing.remove(one)
@@ -664,10 +784,11 @@ class Crew:
 
         ``grace`` in seconds; ``hurry`` cuts it short (``Supervisor.stop``).
         """
+        idle = self.standbys.end()
         living = [w for w in self._all if not w.gone]
         if not living:
             return None
-        stopped = self.supervisor.stop(living, signum, grace, hurry)
+        stopped = self.supervisor.stop([*living, *idle], signum, grace, hurry)
         self.unkillable += [w.pid for w in stopped.unkillable]
         self.events.record("workers_stopped", seconds=stopped.seconds, swept=stopped.swept)
         return stopped
@@ -827,7 +948,12 @@ class Crew:
                     else None,
                 }
             )
-        return {"generation": generation, "attempt": attempt, "workers": workers}
+        return {
+            "generation": generation,
+            "attempt": attempt,
+            "workers": workers,
+            "standbys": self.standbys.facts(),
+        }
 
 
 def _cannot_start(error: OSError | ValueError) -> CannotStart:

@@ -350,7 +350,10 @@ class InPlace:
             self.give_up(effect.why)
         elif isinstance(effect, ep.Recovered):
             self.crew.close_old_stores()
-            self.story.recovered(effect)
+            seated = self.crew.standbys.seated
+            replaced = self.hands.local(effect.episode.replaced).values()
+            ready = replaced and all(self.crew.workers[n].id in seated for n in replaced)
+            self.story.recovered(effect, " by a standby" if ready else "")
 
     def _regroup(self, effect: ep.Regroup) -> None:
         if self.why is not None:

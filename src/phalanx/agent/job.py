@@ -406,6 +406,7 @@ class JobAgent(SimpleElasticAgent):
         out = [
             Metric("phalanx_workers", len(workers), "Workers of this node"),
             Metric("phalanx_workers_alive", sum(w.alive for w in workers), "Those that live"),
+            Metric("phalanx_standbys", self.crew.standbys.ready, "Built, and without a rank"),
             Metric("phalanx_generation", self.crew.generation, "The membership's number"),
             Metric("phalanx_attempt", self._restart_count(), "Starts of the group, from 0"),
             Metric("phalanx_restarts", timeline.restarts, "Group restarts", "counter"),

@@ -562,6 +562,7 @@ class NodeAgent:
                 if local_rank not in fresh:
                     self.crew.tell(local_rank, "leave", generation=a.generation - 1)
         self._renumber(old.seat.ranks, a.seat.ranks)
+        self.crew.resized(a.world)
         self._prepared = {}
         try:
             self._open_store(a, beside=True)
@@ -757,6 +758,7 @@ class NodeAgent:
         return [
             Metric("phalanx_workers", len(workers), "Workers of this node"),
             Metric("phalanx_workers_alive", sum(w.alive for w in workers), "Those that live"),
+            Metric("phalanx_standbys", self.crew.standbys.ready, "Built, and without a rank"),
             Metric("phalanx_nodes", a.groups if a else 0, "Nodes that take part"),
             Metric("phalanx_generation", self._fence[1], "The membership's number"),
             Metric("phalanx_attempt", a.attempt if a else 0, "Starts of the group, from 0"),

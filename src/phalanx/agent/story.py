@@ -230,8 +230,8 @@ class Story:
             say = self.console.warn if effect.dumped is None else self.console.good
             say(effect.words)
 
-    def recovered(self, effect: ep.Recovered) -> None:
-        """Every rank has finished a step: the episode is over."""
+    def recovered(self, effect: ep.Recovered, how: str = "") -> None:
+        """Every rank has finished a step: the episode is over. ``how`` ranks were replaced."""
         done = effect.episode
         self.timeline.in_place += 1
         self.timeline.recovering += effect.seconds
@@ -239,7 +239,7 @@ class Story:
         self.timeline.lose(max(lost) if lost else None)
         phases = ", ".join(f"{name} +{seconds(at)}" for name, at in done.phases)
         who = (
-            f"rank {report.ranges(sorted(done.replaced))} replaced"
+            f"rank {report.ranges(sorted(done.replaced))} replaced{how}"
             if done.replaced
             else "step tried again"
         )

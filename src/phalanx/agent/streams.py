@@ -110,6 +110,21 @@ class Streams:
             err = self.relay.attach(local_rank, "stderr")
         return out, err
 
+    def open_apart(self, slot: int) -> tuple[int, int]:
+        """The same for the standby in this slot: what it writes is remembered, not shown."""
+        out = self.relay.attach(-1 - slot, "stdout", show=False)
+        try:
+            return out, self.relay.attach(-1 - slot, "stderr", show=False)
+        except OSError:
+            os.close(out)
+            raise
+
+    def apart(self, slot: int, drain: bool = False) -> tuple[list[str], list[str]]:
+        """The last lines of that standby's stdout and stderr; ``drain``: it is dead."""
+        if drain:
+            self.relay.drain(-1 - slot)
+        return self.relay.tail(-1 - slot, "stdout"), self.relay.tail(-1 - slot, "stderr")
+
     @staticmethod
     def _file(paths: dict[int, str], local_rank: int) -> int | None:
         path = paths.get(local_rank, "")

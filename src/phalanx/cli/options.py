@@ -208,6 +208,15 @@ OPTIONS: tuple[Option, ...] = (
         env="PHALANX_HANG_TIMEOUT",
     ),
     Option(
+        ("--standby",),
+        0,
+        "so many replacements are kept built, for programs with a session of phalanx.training "
+        "(docs/training.md); each takes the memory of a rank",
+        int,
+        "N",
+        "recovery",
+    ),
+    Option(
         ("--controller",),
         None,
         "ask this controller what to do about each fault (docs/recovery-protocol.md); the job's "

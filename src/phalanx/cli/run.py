@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 USAGE_STATUS = 2
 
+MOST_STANDBYS = 64
+"""Each takes as much memory as a rank."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run a job; the exit status is that of docs/exit-codes.md."""
@@ -70,6 +73,8 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
     nproc = worker_count(a.nproc_per_node)
     if a.max_restarts < 0:
         raise UsageError("--max-restarts is zero or more")
+    if not 0 <= a.standby <= MOST_STANDBYS:
+        raise UsageError(f"--standby is 0 to {MOST_STANDBYS}, not {a.standby}")
     if not 0 < a.monitor_interval < float("inf"):
         raise UsageError(f"--monitor-interval is more than zero seconds, not {a.monitor_interval}")
     grace = a.shutdown_timeout
@@ -136,6 +141,7 @@ def config_from(arguments: RunArguments, environ: Mapping[str, str] | None = Non
         master_port=port,
         local_addr=a.local_addr,
         hang_limits=hang_limits,
+        standby=a.standby,
         controller=_controller(a, env),
         node_check=a.node_check or None,
         node_check_timeout=a.node_check_timeout,

@@ -358,7 +358,7 @@ class Supervisor:
         try:
             # The keeper prints nothing on standard output; what an import prints goes to
             # standard error.
-            errors = 2 if _is_open(2) else null
+            errors = 2 if syscalls.is_open(2) else null
             actions: list[Any] = [
                 (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3),
                 (os.POSIX_SPAWN_DUP2, errors, 1),
@@ -505,7 +505,7 @@ class Supervisor:
         fds = {"page": worker.page.fd, "channel": theirs.fileno()}
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             fd = getattr(order, name)
-            if fd is None and _is_open(number):
+            if fd is None and syscalls.is_open(number):
                 fd = number
             if fd is not None:
                 fds[name] = fd
@@ -552,6 +552,16 @@ class Supervisor:
         theirs = [h for h in self._pending if id(getattr(h, "worker", None)) in taken]
         self._pending = [h for h in self._pending if id(getattr(h, "worker", None)) not in taken]
         _refuse(theirs)
+
+    def assign(self, worker: WorkerProcess, local_rank: int) -> None:
+        """Let a worker that was started as another (or for no rank yet) have this local rank."""
+        worker.local_rank = local_rank
+        worker.incarnation = self._incarnations.get(local_rank, 0)
+        self._incarnations[local_rank] = worker.incarnation + 1
+
+    def replay(self, happening: Happening) -> None:
+        """Have the next `wait` tell of this, ahead of all that is still to happen."""
+        self._pending.append(happening)
 
     def tidy(self, path: str) -> None:
         """Have the keeper remove this when the agent is killed, and so cannot do it itself.
@@ -1017,14 +1027,6 @@ _KEEPER_CODE = (
 
 def _catchable() -> Iterable[int]:
     return (s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP))
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def _readable(fd: int, timeout: float) -> bool:

@@ -93,6 +93,15 @@ def is_subreaper() -> bool:
     return bool(flag.value)
 
 
+def is_open(fd: int) -> bool:
+    """Whether the caller has a descriptor of that number."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 def _no_pidfd(error: OSError) -> OSError:
     if error.errno == errno.ENOSYS:
         return OSError(

@@ -105,9 +105,33 @@ class Permit:
     why: str = ""
 
 
+@dataclass(frozen=True)
+class Seat:
+    """One ``take`` message: variables of the rank, and descriptors of ours by stream."""
+
+    environment: dict[str, str]
+    streams: dict[str, int]
+
+    @classmethod
+    def of(cls, message: Message) -> Seat:
+        given, names = message.fields.get("environment"), message.fields.get("streams")
+        environment = given if isinstance(given, dict) else {}
+        streams = dict(zip(names if isinstance(names, list) else [], message.fds, strict=False))
+        return cls({str(name): str(value) for name, value in environment.items()}, streams)
+
+    def sit(self) -> None:
+        """Be what it says: from now on in this process's environment and output."""
+        os.environ.update(self.environment)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            if name in self.streams:
+                os.dup2(self.streams[name], number)
+        for fd in self.streams.values():
+            os.close(fd)
+
+
 class Link:
-    """Hears ``leave``, ``join``, ``stop_at``, ``dump``, ``exit``, ``commit`` and ``refused``;
-    sends the answers.
+    """Hears ``leave``, ``join``, ``take``, ``stop_at``, ``dump``, ``exit``, ``commit`` and
+    ``refused``; sends the answers.
 
     ``on_leave(generation)`` is called in the link's own thread, at once. As long as it returns
     true (the main thread is still in that generation) it is called again each half second.
@@ -125,6 +149,7 @@ class Link:
         self.exit_code: int | None = None
         self.closed = False
         self.kept: dict[str, int] | None = None
+        self._seat: Seat | None = None
         self.heard_leave = 0.0
         self._leaving = -1  # a generation that the main thread has not left yet
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -194,6 +219,9 @@ class Link:
             elif message.type == "kept":
                 names = [str(name) for name in fields.get("names", [])]
                 self.kept = dict(zip(names, message.fds, strict=False))
+                taken = True
+            elif message.type == "take":
+                self._seat = Seat.of(message)
                 taken = True
             elif message.type == "stop_at":
                 self.stop_at = _number(fields.get("step"))
@@ -287,6 +315,12 @@ class Link:
         with self._news:
             self._news.wait_for(lambda: self.kept is not None or self.closed, timeout)
             return dict(self.kept or {})
+
+    def seat(self) -> Seat | None:
+        """What a standby was told of the rank that it takes; given away once."""
+        with self._news:
+            seat, self._seat = self._seat, None
+        return seat
 
     def may_commit(self, generation: int, step: int, timeout: float) -> Permit:
         """Ask whether the checkpoint of ``step`` may have its mark (`prepared`).

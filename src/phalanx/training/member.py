@@ -83,6 +83,7 @@ class Member:
         self.rank = rank
         self.world = world
         self.generation = generation
+        self.local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
         #: whether this process replaces another and has not been let in yet
         self.joining = False
         #: the recoveries this rank has been through
@@ -265,6 +266,9 @@ class Member:
         limit = None if self.joining else self._decision_timeout
         while isinstance(join := self._link.await_word(beyond, limit), Dump):
             self._dump(join)
+        if self.joining and (seat := self._link.seat()) is not None:
+            seat.sit()
+            self.local_rank = int(os.environ.get("LOCAL_RANK", str(join.rank)))
         if (join.rank, join.world) != (self.rank, self.world) and (
             why := self._assume(join.rank, join.world)
         ):
@@ -293,8 +297,11 @@ class Member:
         return ""
 
     def _any_rank(self) -> bool:
-        """Whether this process, built alone, could be any rank: nothing in it depends on it."""
-        return self.joining and not self._fixed()
+        """Whether this process, as it was built, could be any rank: nothing in it depends on it
+        (a device is chosen by the local rank).
+        """
+        on_cpu = all(p.device.type == "cpu" for p in self._protected.parameters())
+        return on_cpu and not self._fixed()
 
     def _resizes(self) -> bool:
         """Whether it can go on as another rank in a world of another size."""

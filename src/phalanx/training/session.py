@@ -97,7 +97,6 @@ class Job(Member):
         self._snapshot_every = snapshot_every
         self._regroup_timeout = regroup_timeout
         self._checkpoint_every = checkpoint_every
-        self.local_rank = int(os.environ.get("LOCAL_RANK", str(self.rank)))
         #: whether the loop ended because the agent asked for it
         self.stopped = False
         self._after_written = False
