@@ -15,7 +15,7 @@ import grpc
 from compat.doubles.etcd import FakeEtcd
 from compat.harness import Controller, Raw
 
-from phalanx.controller.etcd import EtcdJournal
+from phalanx.controller.etcd import EtcdJournal, owner
 from phalanx.controller.journal import JournalError, StoredJob, WriteFailed
 from phalanx.proto import recover_pb2 as pb
 
@@ -52,6 +52,58 @@ def test_one_owner_at_a_time():
         thread.join(20)
         assert made[0].jobs() == {"j": StoredJob("x", True)}
         made[0].close()
+
+
+def test_a_write_that_was_given_up_comes_to_nothing_later():
+    class GivenUp(grpc.RpcError):
+        def code(self):
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+
+        def details(self):
+            return "too late"
+
+    with FakeEtcd() as etcd:
+        journal = EtcdJournal(etcd.address)
+        send, late = journal._calls["Txn"], []
+
+        def give_up(request, timeout):
+            late.append(request)
+            raise GivenUp
+
+        for text in "ab":
+            journal._calls["Txn"] = give_up
+            with pytest.raises(WriteFailed, match="DEADLINE_EXCEEDED"):
+                journal.write({"j": StoredJob(text, True)}, {})  # the second gives up its fence
+        journal._calls["Txn"] = send
+        journal.write({"j": StoredJob("c", True)}, {})
+        for request in (*late, *late):
+            assert not send(request, timeout=20).succeeded
+        journal.write({}, {"f": "d"})
+        assert journal.jobs() == {"j": StoredJob("c", True)}
+        assert journal.faults() == {"f": "d"}
+        assert not journal.lost
+        journal.close()
+
+
+def test_a_fence_that_was_given_up_and_put_all_the_same():
+    with FakeEtcd() as etcd:
+        journal = EtcdJournal(etcd.address, "/p", me="host:1")
+        journal._unsure = True
+        send, before = journal._calls["Txn"], journal._me
+
+        def give_up_once(request, timeout):
+            journal._calls["Txn"] = send
+            send(request, timeout=timeout)  # carried out, and the answer is lost
+            raise grpc.RpcError
+
+        journal._calls["Txn"] = give_up_once
+        with pytest.raises(grpc.RpcError):
+            journal._fence()
+        journal.write({"j": StoredJob("x", True)}, {})
+        assert journal._me != before
+        assert owner(etcd.address, "/p") == "host:1"
+        assert journal.jobs() == {"j": StoredJob("x", True)}
+        journal.close()
 
 
 def test_who_has_lost_the_lease_writes_nothing():

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -23,6 +23,7 @@ from phalanx.proto import etcd_pb2 as pb
 log = logging.getLogger("phalanx.controller")
 
 _OPS = 100  # of a transaction; etcd's own limit is 128
+_FENCES = 5  # tries; each failure is a write given up earlier that was carried out meanwhile
 _PAGE = 200
 
 
@@ -49,6 +50,9 @@ class EtcdJournal:
         self._prefix = prefix.rstrip("/").encode()
         self._owner = self._prefix + b"/owner"
         self._me = (me or f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex}").encode()
+        self._name = self._me  # what the owner's key began with; see `_fence`
+        self._turn = 0
+        self._unsure = False  # whether a write may be carried out that we have given up
         self._timeout = timeout
         self._closed = threading.Event()
         self._lost = threading.Event()
@@ -87,7 +91,7 @@ class EtcdJournal:
             if answer.succeeded:
                 return
             kvs = answer.responses[0].response_range.kvs
-            holder = kvs[0].value.decode("utf-8", "replace") if kvs else "somebody"
+            holder = _named(kvs[0].value).decode("utf-8", "replace") if kvs else "somebody"
             if time.monotonic() >= until:
                 raise JournalError(
                     f"another controller ({holder}) owns the journal in etcd; stop it, give "
@@ -166,17 +170,46 @@ class EtcdJournal:
             ops.append(_op(key, (("1" if job.registered else "0") + job.body) if job else None))
         for id_, body in faults.items():
             ops.append(_op(self._prefix + b"/faults/" + id_.encode(), body))
-        mine = pb.Compare(target=3, key=self._owner, value=self._me)
         try:
+            if self._unsure:
+                self._fence()
+            mine = pb.Compare(target=3, key=self._owner, value=self._me)
             for at in range(0, len(ops), _OPS):
                 answer = self._call(
                     "Txn", pb.TxnRequest(compare=[mine], success=ops[at : at + _OPS])
                 )
                 if not answer.succeeded:
-                    self._lose()
-                    raise WriteFailed("another controller owns the journal in etcd now")
+                    self._not_mine()
         except grpc.RpcError as error:
+            self._unsure = True
             raise WriteFailed(f"etcd: {error.code().name}: {error.details()}") from None
+
+    def _not_mine(self) -> NoReturn:
+        self._lose()
+        raise WriteFailed("another controller owns the journal in etcd now")
+
+    def _fence(self) -> None:
+        """Have a write that was given up, and may be on its way still, come to nothing.
+
+        It asks for the owner's key to say what it said then; so that says something else now.
+        Raises WriteFailed, grpc.RpcError.
+        """
+        for _ in range(_FENCES):
+            kvs = self._call("Range", pb.RangeRequest(key=self._owner)).kvs
+            value = kvs[0].value if kvs else b""  # a fence that was given up may have been put
+            if _named(value) != self._name:
+                self._not_mine()
+            self._turn += 1
+            fresh = self._name + b"#%d" % self._turn
+            put = pb.PutRequest(key=self._owner, value=fresh, lease=self._lease)
+            request = pb.TxnRequest(
+                compare=[pb.Compare(target=3, key=self._owner, value=value)],
+                success=[pb.RequestOp(request_put=put)],
+            )
+            if self._call("Txn", request).succeeded:
+                self._me, self._unsure = fresh, False
+                return
+        raise WriteFailed("etcd: what an earlier write came to is still not known")
 
     def close(self) -> None:
         """Lets the journal go, so that a standby need not wait for the lease to run out."""
@@ -211,13 +244,18 @@ def _calls(channel: Any) -> dict[str, Any]:
     }
 
 
+def _named(value: bytes) -> bytes:
+    """Who the owner's key names, without the number of his fence."""
+    return value.partition(b"#")[0]
+
+
 def owner(addresses: str, prefix: str, timeout: float = 2.0) -> str:
     """What the owner's key under ``prefix`` says now; "": nobody owns it. Raises JournalError."""
     channel = _channel(addresses)
     try:
         key = prefix.rstrip("/").encode() + b"/owner"
         kvs = _calls(channel)["Range"](pb.RangeRequest(key=key), timeout=timeout).kvs
-        return str(kvs[0].value.decode("utf-8", "replace")) if kvs else ""
+        return _named(kvs[0].value).decode("utf-8", "replace") if kvs else ""
     except grpc.RpcError as error:
         raise JournalError(f"etcd at {addresses}: {error.code().name}: {error.details()}") from None
     finally:
