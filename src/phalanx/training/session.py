@@ -533,7 +533,8 @@ class Job(Member):
         last = self._last()
         self._link.finished(last if last + 1 < total else None)
         if self._link.exit_code is not None:
-            raise SystemExit(self._link.exit_code)
+            # Whoever has a fault of its own ends with that, however early the word came.
+            raise self._own_error or SystemExit(self._link.exit_code)
         return self._interrupted or self._link.over(self.generation)
 
     def _end(self) -> bool:
