@@ -25,6 +25,7 @@ from phalanx.training.data import Batches  # noqa: E402
 from phalanx.training.faults import classify  # noqa: E402
 from phalanx.training.groups import GroupBroken  # noqa: E402
 from phalanx.training.link import AgentGone, Join, Link, NoWord, Permit  # noqa: E402
+from phalanx.training.session import Job  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -336,3 +337,27 @@ def test_what_may_not_count_has_no_name(tmp_path, answer):
     checkpoints.ask = lambda generation, step: Permit(time.monotonic() + 60)
     checkpoints.commit_dump(3, 1, 2)
     assert checkpoints.newest() == 3
+
+
+@pytest.mark.parametrize("own", [DeviceFault("UCE ERROR at device 0"), None])
+def test_told_to_exit_a_program_ends_with_its_own_fault(own):
+    """Also when the order is there before the main thread comes to wait for one."""
+    ours, theirs = Channel.pair()
+    link = Link(ours, lambda generation: False)
+    link.exit_code = 3
+    job = Job(
+        backend=None,
+        timeout=1.0,
+        checkpoint=None,
+        checkpoint_every=0,
+        keep_checkpoints=1,
+        snapshot_every=None,
+        regroup_timeout=1.0,
+        decision_timeout=1.0,
+        elastic="off",
+    )
+    job._link, job._own_error = link, own
+    with pytest.raises(DeviceFault if own else SystemExit):
+        job._must_recover(10)
+    link.close()
+    theirs.close()

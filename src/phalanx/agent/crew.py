@@ -68,6 +68,9 @@ SAID_LIMIT = 1000
 SLATE = "slate"
 """What a session calls the memory in which a rank writes what is its own (``keep``)."""
 
+STACKS_SECONDS = 5.0
+"""Bound on the time that a hang goes on for its stacks; some tenths are usual."""
+
 TIMER_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 _STOP = signal.SIGSTOP  # a worker leads a session: SIGTSTP would not stop it
@@ -718,7 +721,7 @@ class Crew:
             for w in list(self.workers.values())
             if w.alive
         }
-        saved = save_stacks(ranks, folder, 10.0)
+        saved = save_stacks(ranks, folder, STACKS_SECONDS)
         if saved:
             self.streams.keeps_logs = True
             self.stacks = folder

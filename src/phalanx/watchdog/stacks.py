@@ -3,7 +3,7 @@
 Three ways, best first; each file says which one it was:
 
 * **py-spy**, where it is installed and may look into the process. Works whatever the process
-  does, stopped ones included, and needs nothing of it. Native frames too where possible.
+  does, stopped ones included, and needs nothing of it.
 * **faulthandler**, in a process that was prepared by `phalanx.process.armed.arm` (warm workers
   are, and those that tell their progress): the interpreter itself writes its stacks on a signal.
 * **/proc**, always: state, system call and kernel function of each thread.
@@ -40,9 +40,8 @@ def save_stacks(
 
     ``pids``: processes, or processes and what to call their files (``{4711: "rank_3"}`` makes
     ``stacks_rank_3.txt``; without a name it is the pid). The directory is made if need be. No
-    process is changed or ended by this; each is looked at while it runs, for native frames it
-    is halted for some ten milliseconds. Returns the files written, in the order of ``pids``;
-    processes that do not exist have none. Never raises.
+    process is changed, halted or ended by this. Returns the files written, in the order of
+    ``pids``; processes that do not exist have none. Never raises.
     """
     try:
         names = dict(pids) if isinstance(pids, Mapping) else {pid: str(pid) for pid in pids}
@@ -112,18 +111,11 @@ def _save_one(pid: int, path: Path, spy: str | None, deadline: float) -> None:
     if spy is None:
         notes.append("py-spy is not installed in this environment (pip install py-spy)")
     else:
-        # Without halting first: that is quick and works with stopped processes, too. Then
-        # better, with native frames, for which the process must be halted.
-        text, error = _py_spy(spy, pid, deadline, "--nonblocking")
+        # Without halting: that is quick and works with stopped processes, too. Native frames
+        # would need a halt, and the symbols of torch take py-spy longer than a hang may wait.
+        text, error = _py_spy(spy, pid, deadline)
         if text:
             write("py-spy", text)
-        if state[0] not in "TtDXZ":
-            native, why = _py_spy(spy, pid, deadline, "--native")
-            if native:
-                write("py-spy --native", native)
-                return
-            error = f"{error}; --native: {why}"
-        if text:
             return
         children = _py_spy_children(spy, pid, deadline)
         if children:
@@ -155,7 +147,7 @@ def _find_py_spy() -> str | None:
     return shutil.which("py-spy")
 
 
-def _py_spy(spy: str, pid: int, deadline: float, *options: str) -> tuple[str, str]:
+def _py_spy(spy: str, pid: int, deadline: float) -> tuple[str, str]:
     """(stacks, ""), or ("", why not)."""
     import subprocess
 
@@ -164,7 +156,7 @@ def _py_spy(spy: str, pid: int, deadline: float, *options: str) -> tuple[str, st
     if left <= 0:
         return "", "no time left"
     process = subprocess.Popen(
-        [spy, "dump", "--pid", str(pid), *options],
+        [spy, "dump", "--pid", str(pid), "--nonblocking"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -194,7 +186,7 @@ def _py_spy_children(spy: str, pid: int, deadline: float) -> str:
         if not queue:
             break
         child = queue.popleft()
-        text, _why = _py_spy(spy, child, deadline, "--nonblocking")
+        text, _why = _py_spy(spy, child, deadline)
         if text:
             texts.append(text)
         else:
