@@ -28,7 +28,9 @@ _TEXT_LIMIT = 4 << 20  # bytes of one stack text
 _THREADS = 256  # threads described by /proc
 _CHILDREN = 16  # descendants tried when a process is no Python itself
 _AT_ONCE = 8  # processes looked at at the same time
-_PATIENCE = 2.0  # seconds for an armed process to begin
+_SHARE = 0.6  # of the time that is left, for one look by py-spy: some must remain for the rest
+_PATIENCE = 5.0  # seconds for an armed process to begin
+_QUIET = 0.25  # seconds without another line from it that count as its end
 
 
 def save_stacks(
@@ -151,8 +153,7 @@ def _py_spy(spy: str, pid: int, deadline: float) -> tuple[str, str]:
     """(stacks, ""), or ("", why not)."""
     import subprocess
 
-    # Something must be left for the other ways.
-    left = (deadline - time.monotonic()) * 0.6
+    left = (deadline - time.monotonic()) * _SHARE
     if left <= 0:
         return "", "no time left"
     process = subprocess.Popen(
@@ -209,7 +210,7 @@ def _ask(pid: int, state: str, deadline: float) -> tuple[str, str]:
     # There is no end mark: it is done when nothing has come for a while.
     size, pause, quiet = before, 0.005, 0.0
     patience = min(deadline, time.monotonic() + _PATIENCE)
-    while quiet < 0.05 and time.monotonic() < (deadline if size > before else patience):
+    while quiet < _QUIET and time.monotonic() < (deadline if size > before else patience):
         time.sleep(pause)
         pause = min(pause * 2, 0.05)
         now = path.stat().st_size
