@@ -70,9 +70,16 @@ def losses(made: Any) -> dict[tuple[int, int], float]:
     return {(s.step, s.rank): float(s.loss) for s in made.steps()}
 
 
-@pytest.mark.parametrize("mode", ["step", pytest.param("batch", marks=slow)])
+@pytest.mark.parametrize(
+    ("mode", "who"),
+    [
+        ("step", "another"),
+        pytest.param("step", "the coordinator's", marks=slow),
+        pytest.param("batch", "another", marks=slow),
+    ],
+)
 def test_a_node_is_lost_and_the_others_go_on_with_their_processes(
-    cluster, monkeypatch, mode
+    cluster, monkeypatch, mode, who
 ) -> None:
     monkeypatch.setenv("TEST_ELASTIC", mode)
     made = cluster(3)
@@ -80,8 +87,8 @@ def test_a_node_is_lost_and_the_others_go_on_with_their_processes(
     made.trains(3)
     made.until(lambda: len({s.rank for s in made.steps()}) == 3 and made.steps()[-1].step >= 10)
     before = {s.rank: s for s in made.steps() if s.world == 3}
-    # not the coordinator's host, and so that ranks change where they can
-    gone = min(rank for rank, s in before.items() if s.host != "host0")
+    # of those that are not the coordinator's the lower, so that ranks change where they can
+    gone = min(r for r, s in before.items() if (s.host == "host0") == (who != "another"))
     lost = next(n for n, s in enumerate(agents) if s.host.name == before[gone].host)
     at = time.monotonic()
     made.hosts[lost].kill()

@@ -216,3 +216,10 @@ def test_ranks_of_an_older_deal_are_not_taken_for_those_of_now(who: str) -> None
         for rank in ranks:
             assert held.setdefault(rank, name) == name
     assert c.state.phase is Phase.RUNNING
+
+
+def test_a_node_that_is_told_to_go_leaves_a_smaller_world() -> None:
+    c = running()
+    c.leave("b")
+    assert c.ranks == {"a": (0, 1), "c": (2, 3)}
+    assert "b left: SIGTERM: going on with 4 of 6 ranks" in c.agents["a"].of(Regroup)[-1].cause

@@ -237,10 +237,10 @@ class Hub:
         """Those that gave no sign of life for so many seconds are lost."""
         before = self._clock() - silence
         for chair in [c for c in self.chairs.values() if c.heard < before]:
-            how = f"it gave no sign of life for {silence:g} s"
+            how = f"gave no sign of life for {silence:g} s"
             self.counts["silent"] += 1
             self.rises(chair, how, silent=True)
-            chair.dismiss(how)
+            chair.dismiss(f"it {how}")
 
     def all_quiet(self, silence: float) -> bool:
         """Whether somebody was silent for so long, and nobody has been heard lately: then it is

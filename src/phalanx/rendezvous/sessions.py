@@ -47,6 +47,9 @@ KINDS: Mapping[str, type] = {
     "finished": ep.Finished,
 }
 
+PATIENCE = 60.0
+"""Seconds for what is between the steps that are finished before nodes are let in: evaluations."""
+
 RECOVER = "recover"
 """The strategy's name when a node's ranks move to another."""
 
@@ -212,14 +215,14 @@ def shrink(turn: Turn, seats: Sequence[Seat], why: str) -> str | None:
     """Go on without these seats, with those that wait if there are any. Returns why that cannot
     be ("": the program is not made for it); None: it is done.
     """
-    state = turn.state
-    gone = {s.node for s in state.seats if s.node not in state.peers or s in seats}
-    return _resize(turn, gone, why)
+    return _resize(turn, {seat.node for seat in seats}, why)
 
 
 def _resize(turn: Turn, without: Collection[str], why: str, at: int | None = None) -> str | None:
-    """A generation of those that have a seat, but for ``without``, and of those that wait."""
+    """A generation of those that are here and have a seat, but for ``without``, and of those that
+    wait."""
     state, options = turn.state, turn.options
+    without = {s.node for s in state.seats if s.node not in state.peers}.union(without)
     machine, gone = state.machine, [r for s in state.seats if s.node in without for r in s.ranks]
     if not _in_place(turn) or machine is None or not ep.resizes(machine, gone):
         return ""
@@ -243,7 +246,7 @@ def _resize(turn: Turn, without: Collection[str], why: str, at: int | None = Non
     cause = f"{why}: going on with {_of(len(origins), state.world)} ranks"
     grace = 0.0
     if at is not None and state.furthest is not None:
-        grace = 2 * state.pace * max(0, at - state.furthest)
+        grace = PATIENCE + 2 * state.pace * max(0, at - state.furthest)
     arriving = frozenset(p.node.id for p in come)
     step(turn, ep.Resized(origins, why, cause, grace), arriving, seats=seats, at=at)
     return None
@@ -365,7 +368,10 @@ def tell_regroup(
     state = turn.state
     new = [state.born.get(rank, 0) > since for rank in seat.ranks]
     fresh = tuple(local for local, is_new in enumerate(new) if is_new)
-    before = state.peers[seat.node].ranks_in(since) or seat.ranks
+    peer = state.peers.get(seat.node)
+    if peer is None:
+        return  # lost as well, which is dealt with in a moment
+    before = peer.ranks_in(since) or seat.ranks
     previous = tuple(None if n else r for n, r in zip(new, before, strict=True))
     share = assignment(turn, state.places[seat.node], previous, fresh)
     episode = state.machine.episode if state.machine else None

@@ -296,7 +296,9 @@ class Turn:
 
     def number(self, seat: Seat) -> None:
         """From this generation on the node's workers have the seat's ranks."""
-        peer = self.state.peers[seat.node]
+        peer = self.state.peers.get(seat.node)
+        if peer is None:
+            return
         if not peer.numbers or peer.numbers[-1][1] != seat.ranks:
             numbers = (*peer.numbers, (self.state.generation, seat.ranks))
             self.put(replace(peer, numbers=numbers))

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -476,6 +477,15 @@ class Group(ProcessGroup):
 
 for _name in passed_on():
     setattr(Group, _name, _pass(_name))
+
+
+@cache
+def size_can_change() -> bool:
+    """Whether torch's C++ (which divides gradients by it) asks a `Group` for its size, and does not
+    keep the one it was made with."""
+    group = Group(Fabric(0, 1), "probe", [], 0, 1, timedelta(seconds=1))
+    group._size = 2
+    return bool(ProcessGroup.size(group) == 2)
 
 
 class _Waiter:

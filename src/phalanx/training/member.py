@@ -28,7 +28,7 @@ from phalanx.training import codec, rng, state
 from phalanx.training.abort import main_thread_ticks
 from phalanx.training.checkpoint import Checkpoints
 from phalanx.training.faults import classify
-from phalanx.training.groups import Fabric
+from phalanx.training.groups import Fabric, size_can_change
 from phalanx.training.link import AgentGone, Dump, Join, Link, NoWord
 from phalanx.training.wrappers import LayoutMismatch, Wrappers
 
@@ -303,16 +303,19 @@ class Member:
         on_cpu = all(p.device.type == "cpu" for p in self._protected.parameters())
         return on_cpu and not self._fixed()
 
-    def _resizes(self) -> bool:
-        """Whether it can go on as another rank in a world of another size."""
-        return self._elastic != "off" and not self._fixed()
+    def _inelastic(self) -> str:
+        """Why it cannot go on as another rank in a world of another size; "": it can."""
+        if self._elastic == "off":
+            return 'session(elastic="off")'
+        if not size_can_change():
+            return f"the process groups of torch {torch.__version__} keep their size"
+        return self._fixed()
 
     def _assume(self, rank: int, world: int) -> str:
         """Become ``rank`` of ``world``. Returns why this process cannot; "": it is."""
         assert self._fabric is not None
-        if self._elastic == "off" and (world != self.world or not self.joining):
-            return 'session(elastic="off")'
-        if why := self._fixed():
+        same = world == self.world and self.joining
+        if why := self._fixed() if same else self._inelastic():
             return why
         if not self._fabric.assume(rank, world):
             return "its groups are connected"

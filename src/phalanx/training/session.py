@@ -364,7 +364,7 @@ class Job(Member):
         self._finished = None if self.joining else start - 1
         if not self.joining:
             self._fits = (self.generation, self.world)
-        if self._elastic != "off" and (why := self._fixed()) and self.rank == 0:
+        if self._elastic != "off" and (why := self._inelastic()) and self.rank == 0:
             log.warning("the world of this program keeps its size: %s", why)
         link.say(
             "hello",
@@ -374,7 +374,7 @@ class Job(Member):
                 word
                 for word in CAPABILITIES
                 if (word != "dump" or self._checkpoints is not None)
-                and (word != "resize" or self._resizes())
+                and (word != "resize" or not self._inelastic())
             ],
             waiting=self.joining,
             any_rank=self._any_rank(),
