@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.rendezvous import job
@@ -43,6 +43,7 @@ class Agent:
     held: Assignment | None = None
     last: Assignment | None = None
     stops: bool = True  # answers Stop at once
+    promised: tuple[str, ...] = ()  # whom it may have made coordinator
     dead: set[int] = field(default_factory=set)
 
     def of(self, kind: type) -> list[Any]:
@@ -63,6 +64,7 @@ class Cluster:
         self.agents: dict[str, Agent] = {}
         self.notes: list[Note] = []
         self._queue: deque[Event] = deque()
+        self.leader = "a"
         self.speaks = False  # the workers say hello
         self.resizes = False  # and that they can go on in another world
         self.steps = True  # they come together again and finish a step
@@ -138,6 +140,7 @@ class Cluster:
             )
             store = f"10.0.0.{name}:4000" if offer else ""
             join = Join(agent.node, epoch, agent.held, store, None, agent.last)
+            join = replace(join, promised=agent.promised, leads=name == self.leader)
             self.feed(Said(name, join))
 
     def say(self, name: str, what: Saying) -> None:

@@ -336,9 +336,12 @@ class Agent:
                 tuple(r for r, w in ranks if w == "loop") if self.sim.setting.elastic else (),
             )
         offer = f"{self.id}:{self.offered}"
-        self.say(m.Join(self.node, 0, self.held, offer, share, self.last))
+        self.say(m.Join(self.node, 0, self.held, offer, share, self.last, *self._tied(hub)))
         if self.asked is not None and self.held and self.held.generation == self.asked[0]:
             self._ask_to_commit(self.asked[1])
+
+    def _tied(self, hub: Hub) -> tuple[tuple[str, ...], bool]:
+        return election.promised_away(self.ballot, self.id, hub.term), hub.owner is self
 
     def _look(self) -> None:
         if self.exited or self.stream is not None:

@@ -104,3 +104,13 @@ def test_the_order() -> None:
     assert [n for n, _ in e.voters(r, "b")] == ["a", "c"]
     assert e.stands(r, "d") and not e.stands(r, "elsewhere")
     assert not e.stands(Roster(1, 1, r.nodes[:2], 3), "a")
+
+
+def test_a_member_says_whom_it_may_have_elected() -> None:
+    ballot = e.Ballot("j", 3)
+    for term, candidate in ((4, "x"), (5, "y"), (6, "me")):
+        ballot, answer = e.vote(ballot, e.Ask("j", term, candidate, candidate, 0))
+        assert answer.granted
+    assert e.promised_away(ballot, "me", 3) == ("x", "y")  # either may have won
+    assert e.promised_away(ballot, "me", 4) == ("y",)
+    assert e.promised_away(ballot, "me", 5) == ()

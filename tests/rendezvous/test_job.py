@@ -471,6 +471,30 @@ def test_the_wait_for_a_majority_ends() -> None:
     assert "--on-split continue" in over.verdict.reason
 
 
+def test_a_coordinator_beside_the_members_goes_on_with_one_of_two() -> None:
+    c = Cluster(least=2, most=2, spares=1)
+    c.leader = "s"
+    c.join("a", "b")
+    c.join("s", spare=True)
+    cut(c, "b")  # it cannot be elected without a
+    assert set(c.ranks) == {"a", "s"}
+    assert isinstance(prepared(c, "a", 2, 100), Commit)
+
+
+def test_one_of_two_who_may_have_elected_another_is_not_enough() -> None:
+    c = Cluster(least=2, most=2, spares=1)
+    c.leader = "s"
+    c.join("a", "b")
+    c.join("s", spare=True)
+    agent = c.agents["a"]
+    agent.promised = ("x",)
+    c.join("a")  # the connection was lost, and is there again
+    cut(c, "b")
+    assert c.ranks == {}
+    c.join("x", spare=True)  # who does not coordinate, then
+    assert set(c.ranks) == {"a", "s"}
+
+
 def test_one_of_two_goes_on_if_it_was_told_so() -> None:
     c = Cluster(least=1, most=2, on_split="continue")
     c.join("a", "b")

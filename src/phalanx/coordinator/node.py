@@ -258,7 +258,9 @@ class CoordinatorNode:
             if connection is None:
                 return  # it is asked for again
             self._joined = True
-            connection.say(saying)
+            away = election.promised_away(self._ballot, self.node.id, connection.term)
+            leads = connection.coordinator == self.node.id
+            connection.say(dataclasses.replace(saying, promised=away, leads=leads))
             while self._unsaid:
                 self._pass_on(connection, self._unsaid.popleft())
         elif connection is not None and self._joined:

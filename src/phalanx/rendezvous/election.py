@@ -8,8 +8,8 @@ end was seen does not count as one; so of two halves of a job at most one has on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from phalanx.rendezvous.model import Roster, Verdict
 
@@ -81,6 +81,8 @@ class Ballot:
     generation: int = 0
     following: str = ""
     verdict: Verdict | None = None
+    # The term promised last to each candidate: one of an earlier term may have won by it.
+    promises: Mapping[str, int] = field(default_factory=dict)
 
 
 def vote(ballot: Ballot, ask: Ask) -> tuple[Ballot, Promise]:
@@ -102,7 +104,15 @@ def vote(ballot: Ballot, ask: Ask) -> tuple[Ballot, Promise]:
         return ballot, Promise(True, ask.term)
     if ask.term <= ballot.term:
         return no(f"term {ballot.term} has been promised")
-    return replace(ballot, term=ask.term, promised=ask.candidate), Promise(True, ask.term)
+    promises = {**ballot.promises, ask.candidate: ask.term}
+    ballot = replace(ballot, term=ask.term, promised=ask.candidate, promises=promises)
+    return ballot, Promise(True, ask.term)
+
+
+def promised_away(ballot: Ballot, me: str, term: int) -> tuple[str, ...]:
+    """Whom this member may have made coordinator of a term above ``term``, itself left out: it
+    follows another now."""
+    return tuple(sorted(n for n, t in ballot.promises.items() if t > term and n != me))
 
 
 # --- what a candidate decides ---------------------------------------------------------------

@@ -175,7 +175,12 @@ def _peer(turn: Turn, what: Join) -> Peer:
     held = what.held
     runs = held.generation if held else 0
     numbers = ((held.generation, held.seat.ranks),) if held else ()
-    peer = Peer(what.node, since, what.offer, runs, held, what.share, what.last, numbers=numbers)
+    peer = Peer(
+        *(what.node, since, what.offer, runs, held, what.share, what.last),
+        promised=what.promised,
+        leads=what.leads,
+        numbers=numbers,
+    )
     turn.put(peer)
     node = what.node.id
     if node in turn.state.unsure or node in turn.state.gone:

@@ -127,6 +127,8 @@ class Join:
     of its workers is left: what a new coordinator remembers. ``offer``: a listener
     ("host:port") that is bound and not used yet, for the store of the next generation.
     ``epoch``: the requeue's number; a finished epoch's verdict is told to late comers.
+    ``promised``: the agents to which it has promised a term above the coordinator's. ``leads``:
+    the coordinator is in this agent.
     """
 
     node: Node
@@ -135,6 +137,8 @@ class Join:
     offer: str = ""
     share: Share | None = None
     last: Assignment | None = None
+    promised: tuple[str, ...] = ()
+    leads: bool = False
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class Peer:
     share: Share | None = None  # and what it said has become of it
     last: Assignment | None = None  # what it had last
     parked: str = ""  # why it was told to wait
+    promised: tuple[str, ...] = ()  # whom it has promised a term above this coordinator's
+    leads: bool = False  # the coordinator is in its agent
     # the ranks of its workers, each with the generation since which they are called so
     numbers: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
@@ -196,6 +198,11 @@ class State:
     def has_quorum(self, options: Options) -> bool:
         """Whether no other side of a cut can have a majority of the members: what is formed or
         committed here is then the job's.
+
+        Half of them is enough for a coordinator while no other can be elected: none of that half
+        has promised a later term to somebody who is not here. Of two coordinators the earlier one
+        has such a member in its half, since a majority has elected the later one. It does not
+        count itself: when its end is seen the others are a majority without it.
         """
         return all(self._is_majority(voters, options) for voters in self.electorates)
 
@@ -203,8 +210,12 @@ class State:
         lost = len(voters.nodes & self.unsure)
         if not lost:
             return True
-        here = sum(node in self.peers for node in voters.nodes - self.unsure)
-        return here > lost or (len(voters.nodes) == 2 and options.on_split == "continue")
+        here = [self.peers[n] for n in voters.nodes - self.unsure if n in self.peers]
+        follow = self.peers.keys() - self.unsure  # they stand for nothing now
+        loyal = sum(not p.leads and follow.issuperset(p.promised) for p in here)
+        if len(here) > lost or 2 * loyal >= len(voters.nodes):
+            return True
+        return len(voters.nodes) == 2 and options.on_split == "continue"
 
     def is_out(self, node: str) -> bool:
         """Whether the node is left out for its faults."""
