@@ -53,7 +53,7 @@ bench: $(STAMP)  ## ours beside torchrun, in one run
 
 simulate: $(STAMP)  ## membership under a virtual clock: SEED=, NODES=, EVENTS=, RUNS=
 	$(PY) -m tests.rendezvous.simulation --seed $(or $(SEED),1) --nodes $(or $(NODES),1000) \
-		--events $(or $(EVENTS),1000000) --runs $(or $(RUNS),1)
+		--events $(or $(EVENTS),1000000) --runs $(or $(RUNS),0)
 
 multi-node: $(STAMP)  ## three hosts in network namespaces: killed, cut off, stopped, told to go, and back
 	$(PY) bench/multi_node.py

@@ -29,6 +29,8 @@ from phalanx.rendezvous import job
 from phalanx.rendezvous import model as m
 
 RPC = 1.0
+MANY = 50  # nodes: faults of so many come in storms
+STORM, CALM = (4.0, 0.1), (12.0, 2.0)  # seconds, and seconds between two faults on average
 
 
 @dataclass(frozen=True)
@@ -223,24 +225,38 @@ class Sim:
     def _fault(self) -> None:
         if self.faults_end is not None:
             return
-        self.after(self.rng.expovariate(1 / self.setting.fault_every), self._fault)
+        self.after(self.rng.expovariate(1 / self._pace()), self._fault)
         living = self.living()
         if not living or self.job_over() or self.lost:
             return
+        # Each of many nodes asks all candidates when the coordinator is lost: a few of these would
+        # be most of what there is to play.
+        often = 1.0 if self.setting.nodes < MANY else 0.05
         kinds = [
             (self._kill, 5),
             (self._host_off, 2),
             (self._pause, 3),
-            (self._cut, 2),
+            (self._cut, 2 * often),
             (self._reset, 4),
             (self._worker, 6),
             (self._leave, 2),
-            (self._kill_coordinator, 3),
+            (self._kill_coordinator, 3 * often),
             (self._bad, 1),
         ]
         (call,) = self.rng.choices([k for k, _ in kinds], [w for _, w in kinds])
-        self.counts["faults"] += 1
+        before = self.digest
         call(self.rng.choice(living))
+        if self.digest != before:  # it has said what it does: not all can be done at any time
+            self.counts["faults"] += 1
+            self.counts[f"fault: {call.__name__.strip('_').replace('_', ' ')}"] += 1
+
+    def _pace(self) -> float:
+        """Seconds between two faults, on average. With many nodes a fault now and then would
+        find all of them well: many at once, in every phase, and then time to get well."""
+        if self.setting.nodes < MANY:
+            return self.setting.fault_every
+        (storm, often), (calm, seldom) = STORM, CALM
+        return often if self.now % (storm + calm) < storm else seldom
 
     def job_over(self) -> bool:
         return self.told_of_end
@@ -444,36 +460,59 @@ def run(setting: Setting) -> tuple[Counter[str], int]:
         raise Broken(f"{setting}: at {sim.now:.3f}, event {sim.events}: {error}") from error
 
 
+def settings(args: argparse.Namespace, seed: int) -> Setting:
+    """What the job of that seed is. It depends on the seed and the command line alone."""
+    kind = seed % 3
+    return Setting(
+        seed,
+        args.nodes,
+        args.events if args.runs else max(1000, args.events // 8),
+        spares=max(1, args.nodes // 50),
+        sessions=not args.plain and (args.elastic or kind != 0),
+        elastic=args.elastic or (not args.plain and kind == 2),
+        trace=args.trace,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--runs", type=int, default=1, help="this many seeds, one after another")
+    parser.add_argument("--runs", type=int, default=0, help="this many jobs, of as many seeds")
     parser.add_argument("--nodes", type=int, default=5)
-    parser.add_argument("--events", type=int, default=20_000)
-    parser.add_argument("--elastic", action="store_true", help="sessions that can be resized")
-    parser.add_argument("--plain", action="store_true", help="programs without sessions")
+    parser.add_argument(
+        "--events", type=int, default=20_000, help="in all jobs together; with --runs, in each"
+    )
+    parser.add_argument("--plain", action="store_true", help="only programs without sessions")
+    parser.add_argument("--elastic", action="store_true", help="only sessions that can be resized")
     parser.add_argument("--trace", action="store_true", help="say all that happens")
     args = parser.parse_args()
     total: Counter[str] = Counter()
-    for seed in range(args.seed, args.seed + args.runs):
-        setting = Setting(
-            seed,
-            args.nodes,
-            args.events,
-            spares=max(1, args.nodes // 50),
-            sessions=not args.plain,
-            elastic=args.elastic,
-            trace=args.trace,
-        )
+    digest = jobs = 0
+    while jobs < args.runs or (not args.runs and total["events"] < args.events):
+        setting = settings(args, args.seed + jobs)
         try:
-            counts, digest = run(setting)
+            counts, number = run(setting)
         except Broken as error:
             print(f"broken: {error}")
             return 1
         total += counts
-        if args.runs == 1:
-            print(f"seed {seed}: {digest:08x}")
-    print(", ".join(f"{value} {name}" for name, value in sorted(total.items())))
+        jobs += 1
+        digest = zlib.crc32(f"{number:08x}".encode(), digest)
+        if args.nodes >= MANY:
+            kind = "elastic" if setting.elastic else "session" if setting.sessions else "plain"
+            end = next(e for e in ("lost", "succeeded", "failed") if counts[e])
+            print(
+                f"seed {setting.seed}: {kind:8}{number:08x}  {counts['events']:7} events, "
+                f"{counts['faults']:4} faults, {counts['generation']:3} generations formed, "
+                f"{counts['recovered']} in place, {counts['elections']} elections, "
+                f"{counts['commits']} commits: {end}",
+                flush=True,
+            )
+    faults = {k: v for k, v in total.items() if k.startswith("fault: ")}
+    rest = {k: v for k, v in total.items() if k not in faults}
+    print(f"seeds {args.seed} to {args.seed + jobs - 1}: {digest:08x}")
+    print(", ".join(f"{v} {k.removeprefix('fault: ')}" for k, v in sorted(faults.items())))
+    print(", ".join(f"{value} {name}" for name, value in sorted(rest.items())))
     return 0
 
 
