@@ -3,8 +3,9 @@
     python bench/chaos_nodes.py [--minutes 5] [--seed 1] [--job N]
 
 ``phalanx run --nnodes 2 --spares 1`` with a session. An agent is killed, told to go, stopped for a
-while; a link is cut for a while; a worker is killed; a whole host dies, the coordinator's like any
-other; at any moment, each time another host. What is gone is started again. Each job must end well
+while; a link is cut for a while; a worker is killed, stopped (the agent has to find out that it
+hangs) or made to raise; a whole host dies; one time in three it is the coordinator's host that is
+hit, wherever that is by then; at any moment. What is gone is started again. Each job must end well
 on every agent, with the losses of a run that nothing happened to, bit for bit, no rank held
 twice in a generation, and nothing left behind. Needs root. The same seed gives the same faults.
 """
@@ -12,6 +13,7 @@ twice in a generation, and nothing left behind. Needs root. The same seed gives 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -28,11 +30,11 @@ from cluster import Agent, Cluster
 SESSION = Path(hosts.__file__).parent / "session.py"
 CONF = "last_call_timeout=60,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
 OPTIONS = (
-    f"--nnodes 2 --spares 1 --rdzv-id job --shutdown-timeout 5 --max-restarts 50 --rdzv-conf {CONF}"
+    f"--nnodes 2 --spares 1 --rdzv-id job --shutdown-timeout 5 --max-restarts 50 "
+    f"--hang-timeout 10 --rdzv-conf {CONF}"
 )
-STEPS = 60
-WORDS = (str(STEPS), "0.03", str(STEPS - 1))  # the last step waits for the file ``hold``
-KINDS = ("kill", "terminate", "stop", "cut", "worker", "host")
+STEPS = 800
+KINDS = ("kill", "terminate", "stop", "cut", "worker", "host", "hang", "raise")
 
 
 class Job:
@@ -41,11 +43,11 @@ class Job:
     def __init__(self, number: int, folder: Path) -> None:
         self.chance = random.Random(number)
         self.cluster = Cluster(3, folder)
-        (folder / "hold").touch()
+        (folder / "slow").touch()
         self.agents: dict[int, Agent] = {}
 
     def start(self, number: int) -> None:
-        self.agents[number] = self.cluster.start(number, OPTIONS, SESSION, WORDS)
+        self.agents[number] = self.cluster.start(number, OPTIONS, SESSION, (str(STEPS), "0"))
 
     def ready(self) -> bool:
         """Two nodes train and the third waits (its keeper is warm)."""
@@ -54,7 +56,9 @@ class Job:
 
     def fault(self) -> str:
         number, kind = self.chance.randrange(3), self.chance.choice(KINDS)
-        pause = self.chance.uniform(0.2, 6.0)
+        pause, leader = self.chance.uniform(0.2, 6.0), self.chance.random() < 1 / 3
+        if leader:
+            number = self.coordinator(number)
         agent, host = self.agents[number], self.cluster.hosts[number]
         if kind == "kill":
             agent.signal(signal.SIGKILL)
@@ -62,10 +66,13 @@ class Job:
             agent.signal(signal.SIGTERM)
         elif kind == "host":
             host.kill()
-        elif kind == "worker":
+        elif kind in ("worker", "hang"):
             mine = {s.pid for s in self.cluster.steps() if s.host == host.name}
             for pid in mine & set(host.pids()):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if kind == "worker" else signal.SIGSTOP)
+        elif kind == "raise":
+            (self.cluster.folder / f"raise-{host.name}").touch()
         elif kind == "stop":
             agent.signal(signal.SIGSTOP)
             time.sleep(pause)
@@ -79,14 +86,21 @@ class Job:
             assert status in (-signal.SIGKILL, 128 + signal.SIGTERM), f"exit status {status}"
             self.cluster.until(lambda: not host.pids(), f"nothing is left on {host.name}")
             self.start(number)
-        return f"{kind} {host.name}"
+        return f"{kind} {host.name}{' (coordinator)' if leader else ''}"
+
+    def coordinator(self, otherwise: int) -> int:
+        """The number of the host whose agent coordinates, by what the agents have recorded."""
+        told = [
+            (e["data"]["term"], e["data"]["at"])
+            for a in self.agents.values()
+            for e in a.events("coordinator")
+        ]
+        at = max(told, default=(0, ""))[1].rpartition(":")[0]
+        return next((n for n in range(3) if self.cluster.hosts[n].address == at), otherwise)
 
     def end(self) -> None:
         self.cluster.until(self.ready, "all agents are back")
-        self.cluster.until(
-            lambda: any(s.step >= STEPS - 1 for s in self.cluster.steps()), "the last step"
-        )
-        (self.cluster.folder / "hold").unlink()
+        (self.cluster.folder / "slow").unlink()
         for agent in self.agents.values():
             status = agent.wait()
             assert status == 0, f"{agent.name} exited {status}:\n{agent.err[-3000:]}"

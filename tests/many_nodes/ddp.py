@@ -1,4 +1,6 @@
-"""A plain DDP program: trains until there is a file ``enough``, goes on from its checkpoint."""
+"""A plain DDP program: trains until there is a file ``enough``, goes on from its checkpoint.
+
+On the host whose name is in the file ``fail`` it raises, each time, and tells when it did."""
 
 import os
 import time
@@ -35,6 +37,9 @@ def main() -> None:
         dist.all_reduce(enough)
         if enough.item():
             break
+        if (OUT / "fail").exists() and (OUT / "fail").read_text() == HOST:
+            say("failed", RANK, time.monotonic())
+            raise RuntimeError("this host is broken")
         step += 1
         optimizer.zero_grad()
         loss = model(torch.full((4, 8), float(step))).square().mean()

@@ -1,6 +1,7 @@
 """A program with a session: its losses depend on steps and ranks alone, so that two runs can be
 compared. ``python session.py STEPS [PAUSE [HOLD]]``, seconds between two steps. At step HOLD (10)
-it waits for as long as there is a file ``hold``."""
+it waits for as long as there is a file ``hold``. Where there is a file ``raise-HOST`` one worker
+there takes it away and raises. As long as there is a file ``slow`` it makes five steps a second."""
 
 import json
 import os
@@ -25,6 +26,14 @@ def say(*words: object) -> None:
     os.close(fd)
 
 
+def may_raise() -> None:
+    try:
+        (OUT / f"raise-{HOST}").unlink()
+    except FileNotFoundError:
+        return
+    raise ValueError("raised by request")
+
+
 kept = os.environ.get("TEST_KEPT")  # a folder for checkpoints
 with training.session(backend="gloo", checkpoint=kept, checkpoint_every=10 if kept else 0) as job:
     torch.manual_seed(1)
@@ -34,6 +43,7 @@ with training.session(backend="gloo", checkpoint=kept, checkpoint_every=10 if ke
     losses = {}
     for step in job.steps(STEPS):
         with step:
+            may_raise()
             data = torch.Generator().manual_seed(100 * int(step) + job.rank)
             loss = net(torch.randn(4, 8, generator=data)).square().mean()
             optimizer.zero_grad()
@@ -45,7 +55,7 @@ with training.session(backend="gloo", checkpoint=kept, checkpoint_every=10 if ke
             *(int(step), job.rank, job.world, attempt, 0, os.getpid()),
             *(HOST, time.monotonic(), loss.item()),
         )
-        time.sleep(PAUSE)
+        time.sleep(0.2 if (OUT / "slow").exists() else PAUSE)
         while int(step) == HOLD and (OUT / "hold").exists():
             time.sleep(0.01)
     say("end", job.rank, os.getpid(), json.dumps(losses).replace(" ", ""))
