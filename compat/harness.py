@@ -118,9 +118,13 @@ ETCD = shutil.which("etcd")
 
 
 class Etcd:
-    """A real etcd of our own on loopback. ``with Etcd() as e: e.address``. Needs ``ETCD``."""
+    """A real etcd of our own on loopback. ``with Etcd() as e: e.address``. Needs ``ETCD``.
 
-    def __init__(self) -> None:
+    ``tls``: PEM files (authority, certificate, key) with which it speaks TLS and asks for it.
+    """
+
+    def __init__(self, tls: tuple[str, str, str] | None = None) -> None:
+        self.tls = tls
         self.folder = tempfile.TemporaryDirectory(prefix="etcd-")
         self.process: subprocess.Popen[bytes] | None = None
         self.address = ""
@@ -134,6 +138,10 @@ class Etcd:
         for _ in range(3):  # a port that was free may be taken before etcd has it
             self._start()
             channel = grpc.insecure_channel(self.address)
+            if self.tls:
+                ca, certificate, key = (Path(file).read_bytes() for file in self.tls)
+                credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+                channel = grpc.secure_channel(self.address, credentials)
             try:
                 grpc.channel_ready_future(channel).result(20)
             except grpc.FutureTimeoutError:
@@ -161,12 +169,18 @@ class Etcd:
         ):
             client, peer = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in (a, b))
         self.address = client.removeprefix("http://")
+        if self.tls:
+            client = f"https://{self.address}"
         words = {
             "name": "one", "data-dir": self.folder.name, "log-level": "error",
             "listen-client-urls": client, "advertise-client-urls": client,
             "listen-peer-urls": peer, "initial-advertise-peer-urls": peer,
             "initial-cluster": f"one={peer}",
         }  # fmt: skip
+        if self.tls:
+            ca, certificate, key = self.tls
+            words |= {"trusted-ca-file": ca, "cert-file": certificate, "key-file": key}
+            words["client-cert-auth"] = "true"
         self.process = subprocess.Popen(
             [ETCD, *(f"--{k}={v}" for k, v in words.items())],
             stdout=subprocess.DEVNULL,

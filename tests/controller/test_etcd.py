@@ -64,17 +64,17 @@ def test_a_write_that_was_given_up_comes_to_nothing_later():
 
     with FakeEtcd() as etcd:
         journal = EtcdJournal(etcd.address)
-        send, late = journal._calls["Txn"], []
+        send, late = journal._client._calls["Txn"], []
 
-        def give_up(request, timeout):
+        def give_up(request, timeout, metadata):
             late.append(request)
             raise GivenUp
 
         for text in "ab":
-            journal._calls["Txn"] = give_up
+            journal._client._calls["Txn"] = give_up
             with pytest.raises(WriteFailed, match="DEADLINE_EXCEEDED"):
                 journal.write({"j": StoredJob(text, True)}, {})  # the second gives up its fence
-        journal._calls["Txn"] = send
+        journal._client._calls["Txn"] = send
         journal.write({"j": StoredJob("c", True)}, {})
         for request in (*late, *late):
             assert not send(request, timeout=20).succeeded
@@ -89,14 +89,14 @@ def test_a_fence_that_was_given_up_and_put_all_the_same():
     with FakeEtcd() as etcd:
         journal = EtcdJournal(etcd.address, "/p", me="host:1")
         journal._unsure = True
-        send, before = journal._calls["Txn"], journal._me
+        send, before = journal._client._calls["Txn"], journal._me
 
-        def give_up_once(request, timeout):
-            journal._calls["Txn"] = send
+        def give_up_once(request, timeout, metadata):
+            journal._client._calls["Txn"] = send
             send(request, timeout=timeout)  # carried out, and the answer is lost
             raise grpc.RpcError
 
-        journal._calls["Txn"] = give_up_once
+        journal._client._calls["Txn"] = give_up_once
         with pytest.raises(grpc.RpcError):
             journal._fence()
         journal.write({"j": StoredJob("x", True)}, {})

@@ -178,6 +178,28 @@ def test_torchruns_static_command_line_and_ranks(cluster, program) -> None:
 
 
 @pytest.mark.torch
+def test_who_stops_for_a_newcomer_finishes_a_step_and_goes_on_after_it(
+    cluster, monkeypatch
+) -> None:
+    made = cluster(2)
+    monkeypatch.setenv("TEST_KEPT", str(made.folder / "kept"))
+    words = f"--nnodes 1:2 {JOB.replace('last_call_timeout=60', 'last_call_timeout=1')}"
+    first = made.start(0, words, SESSION, ["100000", "0.05", "-1"])
+    made.until(lambda: len(made.steps()) > 25, "it trains, and has told its pace")
+    second = made.start(1, words, SESSION, ["100000", "0.05", "-1"])
+    step = made.trains(2)
+    (stop,) = (event["data"] for event in first.events("stop"))
+    assert stop["reason"] == "more nodes are there" and stop["at"] is not None
+    before = [s.step for s in made.steps() if s.attempt == 0]
+    assert before == list(range(stop["at"] + 1))  # that one, and none after it
+    assert (step.step, step.attempt) == (stop["at"] + 1, 1)
+    for agent in (second, first):
+        agent.signal(signal.SIGTERM)
+    for agent in (second, first):
+        agent.wait()
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("coordinates", [False, True], ids=["a-member", "the-coordinator"])
 def test_a_spare_takes_the_ranks_and_the_survivors_keep_their_processes(
     cluster, monkeypatch, coordinates: bool

@@ -49,6 +49,12 @@ class NodesConfig:
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
+    tls_name: str = ""
+    etcd: Mapping[str, str] = field(default_factory=dict, repr=False)  # ETCD_KEYS that were given
+
+
+ETCD_KEYS = frozenset(("protocol", "cacert", "cert", "key", "username", "password"))
+"""Keys of ``--rdzv-conf`` with the backend etcd; the first four are torchrun's of etcd-v2."""
 
 
 def timing(conf: RendezvousParameters) -> dict[str, Any]:

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 PROGRESS_EVERY = 1.0
 """Seconds between two reports of the furthest step."""
 
+REFUSAL = 5.0
+"""Seconds that the words of a search for the coordinator that has ended are waited for."""
+
 EVIDENCE = 40
 """Lines of a worker's last output that travel."""
 
@@ -191,7 +194,8 @@ class NodeAgent:
             )
             self._end_workers()
             self._clear()
-        if now >= since + self.nodes.join and not self.crew.workers:
+        # the coordinator's end says why, in time; should it not, this does
+        if now >= since + self.nodes.join + REFUSAL and not self.crew.workers:
             self.console.fail(f"no coordinator was found within {seconds(self.nodes.join)}")
             self.status = exit_codes.RENDEZVOUS
 

@@ -68,11 +68,13 @@ def bond_of(
             certificate=nodes.tls_cert or None,
             key=nodes.tls_key or None,
             ca=nodes.tls_ca or None,
+            name=nodes.tls_name,
         ),
         silence=nodes.silence,
         on_split=nodes.on_split,
         linger=nodes.close,
         etcd=net.join(*nodes.endpoint) if nodes.backend == "etcd" else "",
+        etcd_access=security.to_etcd(**nodes.etcd),
     )
     return CoordinatorNode(plan, machine=job, fresh=job.State.fresh, line=line, record=record)
 

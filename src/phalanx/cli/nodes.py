@@ -25,7 +25,7 @@ def nodes_from(a: RunArguments) -> NodesConfig | None:
         UsageError: what they ask for is not possible.
     """
     least, most = _count(str(a.nnodes))
-    conf = _conf(a.rdzv_conf)
+    conf, etcd = _conf(a.rdzv_conf, a.rdzv_backend)
     if a.spares < 0:
         raise UsageError("--spares is zero or more")
     if a.epoch < 0:
@@ -98,6 +98,8 @@ def nodes_from(a: RunArguments) -> NodesConfig | None:
         tls_cert=a.tls_cert or "",
         tls_key=a.tls_key or "",
         tls_ca=_tls(a),
+        tls_name=a.tls_name or "",
+        etcd=etcd,
     )
 
 
@@ -129,18 +131,22 @@ def _count(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _conf(text: str) -> RendezvousParameters:
-    """``--rdzv-conf``: what is known, with its values checked. Keys are torchrun's."""
+def _conf(text: str, backend: str) -> tuple[RendezvousParameters, dict[str, str]]:
+    """``--rdzv-conf``: what is known, with its values checked, and what is for etcd alone. Keys
+    are torchrun's."""
+    from phalanx.agent.config import ETCD_KEYS
     from phalanx.elastic.rendezvous.api import RendezvousParameters
     from phalanx.elastic.rendezvous.local import OPTIONS, check_options
     from phalanx.elastic.rendezvous.utils import _parse_rendezvous_config
 
     try:
         given = _parse_rendezvous_config(text)
-        if unknown := sorted(set(given) - OPTIONS):
+        known = OPTIONS | ETCD_KEYS if backend == "etcd" else OPTIONS
+        if unknown := sorted(set(given) - known):
             raise ValueError(
-                f"there is no option {', '.join(unknown)}; known are {', '.join(sorted(OPTIONS))}"
+                f"there is no option {', '.join(unknown)}; known are {', '.join(sorted(known))}"
             )
+        etcd = {key: given.pop(key) for key in ETCD_KEYS & set(given)}
         params = RendezvousParameters("phalanx", "", "none", 1, 1, **given)
         check_options(params)
         params.get_as_bool("is_host")
@@ -148,7 +154,7 @@ def _conf(text: str) -> RendezvousParameters:
             params.get_as_int(name)
     except ValueError as error:
         raise UsageError(f"--rdzv-conf {text}: {error}") from None
-    return params
+    return params, etcd
 
 
 def _ports(text: str | None) -> tuple[int, int] | None:

@@ -536,6 +536,15 @@ OPTIONS: tuple[Option, ...] = (
         "several nodes",
         env="PHALANX_TLS_CA",
     ),
+    Option(
+        ("--tls-name",),
+        None,
+        "the name in the others' certificates, where it is not the host that is dialled",
+        str,
+        "NAME",
+        "several nodes",
+        env="PHALANX_TLS_NAME",
+    ),
 )
 
 

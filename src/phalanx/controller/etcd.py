@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import grpc
@@ -27,6 +28,106 @@ _FENCES = 5  # tries; each failure is a write given up earlier that was carried 
 _PAGE = 200
 
 
+_DENIED = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT,  # a wrong password
+)
+
+
+class Denied(JournalError):
+    """etcd does not let us: a wrong user or password, or one without the rights."""
+
+
+def _failed(addresses: str, error: Any) -> JournalError:
+    kind = Denied if error.code() in _DENIED else JournalError
+    return kind(f"etcd at {addresses}: {error.code().name}: {error.details()}")
+
+
+@dataclass(frozen=True)
+class Access:
+    """How etcd is spoken to. ``tls``; ``ca``: PEM of who signed its certificate, b"": the
+    system's authorities; ``certificate``, ``key``: ours, PEM; ``user``, ``password``: "" for none.
+    """
+
+    tls: bool = False
+    ca: bytes = b""
+    certificate: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+
+OPEN = Access()
+
+
+class Client:
+    """Calls to etcd: ``addresses`` is ``HOST:PORT[,HOST:PORT]``, ``timeout`` in seconds a call."""
+
+    def __init__(self, addresses: str, access: Access, timeout: float) -> None:
+        """Raises JournalError for addresses that are none."""
+        hosts = [a.strip() for a in addresses.split(",") if a.strip()]
+        if not hosts or any(":" not in h for h in hosts):
+            raise JournalError(f"--etcd must be HOST:PORT[,HOST:PORT], not {addresses!r}")
+        target = hosts[0] if len(hosts) == 1 else "ipv4:" + ",".join(hosts)
+        options: list[tuple[str, Any]] = [
+            ("grpc.max_receive_message_length", 64 << 20),
+            ("grpc.enable_http_proxy", 0),
+        ]
+        if access.tls:
+            name = hosts[0].rpartition(":")[0].strip("[]")
+            options.append(("grpc.ssl_target_name_override", name))
+            credentials = grpc.ssl_channel_credentials(
+                access.ca or None, access.key or None, access.certificate or None
+            )
+            self._channel = grpc.secure_channel(target, credentials, options)
+        else:
+            self._channel = grpc.insecure_channel(target, options)
+        self._access = access
+        self._timeout = timeout
+        self._token = ""
+        channel = self._channel
+        self._calls = {
+            name: (channel.stream_stream if method.client_streams else channel.unary_unary)(
+                method.path, method.request.SerializeToString, method.response.FromString
+            )
+            for service in pb.SERVICES.values()
+            for name, method in service.items()
+        }
+
+    def call(self, name: str, request: Any) -> Any:
+        """The answer, of a stream the first one. Raises grpc.RpcError, StopIteration."""
+        if not self._access.user:
+            return self._once(name, request)
+        if not self._token:
+            self._log_in()
+            return self._once(name, request)
+        try:
+            return self._once(name, request)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                raise
+        self._log_in()  # etcd was started again, or has forgotten us
+        return self._once(name, request)
+
+    def _log_in(self) -> None:
+        self._token = ""
+        who = pb.AuthenticateRequest(name=self._access.user, password=self._access.password)
+        self._token = self._once("Authenticate", who).token
+
+    def _once(self, name: str, request: Any) -> Any:
+        streams = name == "LeaseKeepAlive"
+        answer = self._calls[name](
+            iter([request]) if streams else request,
+            timeout=self._timeout,
+            metadata=(("token", self._token),) if self._token else None,
+        )
+        return next(answer) if streams else answer
+
+    def close(self) -> None:
+        self._channel.close()
+
+
 class EtcdJournal:
     """The same as :class:`phalanx.controller.journal.Journal`, in etcd."""
 
@@ -39,6 +140,7 @@ class EtcdJournal:
         wait: float = 0.0,
         timeout: float = 2.0,
         me: str = "",
+        access: Access = OPEN,
     ) -> None:
         """``addresses`` is ``HOST:PORT[,HOST:PORT]``. When another controller owns the journal,
         waits ``wait`` seconds (as a standby does) for it to let go. ``me``: what the owner's key
@@ -46,7 +148,7 @@ class EtcdJournal:
 
         Raises JournalError when it is still owned, or etcd does not answer.
         """
-        self._channel = _channel(addresses)
+        self._client = Client(addresses, access, timeout)
         self._prefix = prefix.rstrip("/").encode()
         self._owner = self._prefix + b"/owner"
         self._me = (me or f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex}").encode()
@@ -58,16 +160,13 @@ class EtcdJournal:
         self._lost = threading.Event()
         self.on_lost: Callable[[], object] | None = None
         self._lease = 0
-        self._calls = _calls(self._channel)
         try:
             self._acquire(ttl, wait)
         except grpc.RpcError as error:
-            self._channel.close()
-            raise JournalError(
-                f"etcd at {addresses}: {error.code().name}: {error.details()}"
-            ) from None
+            self._client.close()
+            raise _failed(addresses, error) from None
         except JournalError:
-            self._channel.close()
+            self._client.close()
             raise
         self._thread = threading.Thread(
             target=self._keep, args=(ttl,), name="phalanx-etcd-lease", daemon=True
@@ -75,7 +174,7 @@ class EtcdJournal:
         self._thread.start()
 
     def _call(self, name: str, request: Any) -> Any:
-        return self._calls[name](request, timeout=self._timeout)
+        return self._client.call(name, request)
 
     def _acquire(self, ttl: int, wait: float) -> None:
         until = time.monotonic() + wait
@@ -99,7 +198,7 @@ class EtcdJournal:
                 )
             # A back-off; the lease of this one must not run out meanwhile.
             self._closed.wait(min(1.0, max(0.05, ttl / 5)))
-            next(self._calls["LeaseKeepAlive"](iter([self._renewal()]), timeout=self._timeout))
+            self._call("LeaseKeepAlive", self._renewal())
 
     def _renewal(self) -> Any:
         return pb.LeaseKeepAliveRequest(ID=self._lease)
@@ -109,10 +208,7 @@ class EtcdJournal:
         good = time.monotonic()
         while not self._closed.wait(ttl / 3):
             try:
-                stream = self._calls["LeaseKeepAlive"](
-                    iter([self._renewal()]), timeout=self._timeout
-                )
-                if next(stream).TTL <= 0:
+                if self._call("LeaseKeepAlive", self._renewal()).TTL <= 0:
                     break
                 good = time.monotonic()
             except (grpc.RpcError, StopIteration, ValueError) as error:
@@ -221,27 +317,7 @@ class EtcdJournal:
         except grpc.RpcError as error:
             log.warning("etcd: the lease could not be given back: %s", error.code())
         self._thread.join(self._timeout + 1)
-        self._channel.close()
-
-
-def _channel(addresses: str) -> Any:
-    hosts = [a.strip() for a in addresses.split(",") if a.strip()]
-    if not hosts or any(":" not in h for h in hosts):
-        raise JournalError(f"--etcd must be HOST:PORT[,HOST:PORT], not {addresses!r}")
-    return grpc.insecure_channel(
-        hosts[0] if len(hosts) == 1 else "ipv4:" + ",".join(hosts),
-        [("grpc.max_receive_message_length", 64 << 20), ("grpc.enable_http_proxy", 0)],
-    )
-
-
-def _calls(channel: Any) -> dict[str, Any]:
-    return {
-        name: (channel.stream_stream if method.client_streams else channel.unary_unary)(
-            method.path, method.request.SerializeToString, method.response.FromString
-        )
-        for service in pb.SERVICES.values()
-        for name, method in service.items()
-    }
+        self._client.close()
 
 
 def _named(value: bytes) -> bytes:
@@ -249,17 +325,17 @@ def _named(value: bytes) -> bytes:
     return value.partition(b"#")[0]
 
 
-def owner(addresses: str, prefix: str, timeout: float = 2.0) -> str:
+def owner(addresses: str, prefix: str, timeout: float = 2.0, access: Access = OPEN) -> str:
     """What the owner's key under ``prefix`` says now; "": nobody owns it. Raises JournalError."""
-    channel = _channel(addresses)
+    client = Client(addresses, access, timeout)
     try:
         key = prefix.rstrip("/").encode() + b"/owner"
-        kvs = _calls(channel)["Range"](pb.RangeRequest(key=key), timeout=timeout).kvs
+        kvs = client.call("Range", pb.RangeRequest(key=key)).kvs
         return _named(kvs[0].value).decode("utf-8", "replace") if kvs else ""
     except grpc.RpcError as error:
-        raise JournalError(f"etcd at {addresses}: {error.code().name}: {error.details()}") from None
+        raise _failed(addresses, error) from None
     finally:
-        channel.close()
+        client.close()
 
 
 def _op(key: bytes, value: str | None) -> Any:

@@ -19,6 +19,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.controller.etcd import OPEN as ETCD_OPEN
+from phalanx.controller.etcd import Access, Denied
 from phalanx.controller.journal import JournalError
 from phalanx.coordinator import courier, link, net, office, takeover, wire, words
 from phalanx.coordinator.copies import Held
@@ -69,6 +71,7 @@ class Plan:
     separate: bool = False
     linger: float = 30.0
     etcd: str = ""
+    etcd_access: Access = ETCD_OPEN
 
 
 class CoordinatorNode:
@@ -109,7 +112,11 @@ class CoordinatorNode:
         self._ballot = election.Ballot(plan.run_id)
         self._roster: model.Roster | None = None
         self._takeover = takeover.Takeover(plan.run_id, plan.security, plan.on_split)
-        self._office = office.Office(plan.etcd, plan.run_id, plan.silence) if plan.etcd else None
+        self._office: office.Office | None = None
+        if plan.etcd:
+            self._office = office.Office(
+                plan.etcd, plan.run_id, plan.silence, access=plan.etcd_access
+            )
         self._held = self._server.held = Held(plan.run_id)
         self._held.on_first = self._holds
         self._courier = courier.Courier(plan.run_id, plan.security, plan.silence)
@@ -440,6 +447,10 @@ class CoordinatorNode:
             facts = await self._office.take(
                 self._server.address, lambda: loop.call_soon_threadsafe(self._resign, "")
             )
+        except Denied as error:
+            raise CoordinatorError(
+                f"{error}: correct username and password (--rdzv-conf), or the user's rights"
+            ) from None
         except JournalError as error:
             return str(error)
         self._line(f"this agent coordinates the job now (term {facts.term})")
@@ -516,6 +527,11 @@ class CoordinatorNode:
             if await self._elect():
                 pause = 0.05
                 continue
+            if self._was_there and self._roster is None and not (self._separate or self._office):
+                reason = (
+                    f"{reason}; nobody can take its place before the job's first generation: "
+                    "start that agent again"
+                )
             waiting.say(self._target or f"etcd at {plan.etcd}", reason)
             if waiting.over():
                 if self._office is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import grpc
 
-from phalanx.controller.etcd import EtcdJournal, owner
+from phalanx.controller.etcd import OPEN, Access, EtcdJournal, owner
 from phalanx.controller.journal import JournalError, StoredJob, WriteFailed
 from phalanx.coordinator import wire
 from phalanx.coordinator.hub import CommitFailed, Facts
@@ -29,18 +29,26 @@ _KNOWN = wire.kinds(Facts)
 class Office:
     """One agent's way to the office. All but ``commit`` and ``leave`` are coroutines."""
 
-    def __init__(self, etcd: str, run_id: str, silence: float, timeout: float = 2.0) -> None:
+    def __init__(
+        self,
+        etcd: str,
+        run_id: str,
+        silence: float,
+        timeout: float = 2.0,
+        access: Access = OPEN,
+    ) -> None:
         """``etcd``: "host:port[,host:port]". A lease lasts ``silence`` seconds, 2 at least."""
         self.etcd = etcd
         self.prefix = f"/phalanx/rendezvous/{run_id}"
         self._ttl = max(2, math.ceil(silence))
         self._timeout = timeout
+        self._access = access
         self._held: EtcdJournal | None = None
 
     async def holder(self) -> str:
         """The endpoint of the coordinator, "" for none. Raises JournalError."""
         run = asyncio.get_running_loop().run_in_executor
-        return await run(None, owner, self.etcd, self.prefix, self._timeout)
+        return await run(None, owner, self.etcd, self.prefix, self._timeout, self._access)
 
     async def take(self, endpoint: str, on_lost: Callable[[], object]) -> Facts:
         """Be the coordinator: what holds, in a term of our own, which is written.
@@ -53,7 +61,12 @@ class Office:
 
     def _take(self, endpoint: str, on_lost: Callable[[], object]) -> Facts:
         held = EtcdJournal(
-            self.etcd, self.prefix, ttl=self._ttl, timeout=self._timeout, me=endpoint
+            self.etcd,
+            self.prefix,
+            ttl=self._ttl,
+            timeout=self._timeout,
+            me=endpoint,
+            access=self._access,
         )
         try:
             stored = held.jobs().get(_KEY)

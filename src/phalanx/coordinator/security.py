@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.controller.etcd import Access
+
 _MAX = 1 << 20
 
 
@@ -85,6 +87,38 @@ def load(
         _read(key, "key"),
         _read(ca, "certificate"),
         name or os.environ.get("PHALANX_TLS_NAME", ""),
+    )
+
+
+def to_etcd(
+    *,
+    protocol: str = "",
+    cacert: str = "",
+    cert: str = "",
+    key: str = "",
+    username: str = "",
+    password: str = "",
+) -> Access:
+    """How etcd is spoken to, from the keys of ``--rdzv-conf``; the password also from the variable
+    ``PHALANX_ETCD_PASSWORD``. Raises SecurityError."""
+    if protocol not in ("", "http", "https"):
+        raise SecurityError(f"--rdzv-conf protocol is http or https, not {protocol!r}")
+    if protocol != "https" and (cacert or cert or key):
+        raise SecurityError("--rdzv-conf cacert, cert and key need protocol=https")
+    if bool(cert) != bool(key):
+        raise SecurityError("--rdzv-conf cert and key go together: give both")
+    password = password or os.environ.get("PHALANX_ETCD_PASSWORD", "") if username else password
+    if bool(username) != bool(password):
+        raise SecurityError(
+            "--rdzv-conf username and password (or the variable PHALANX_ETCD_PASSWORD) go together"
+        )
+    return Access(
+        protocol == "https",
+        _read(cacert, "authority's certificate of etcd") if cacert else b"",
+        _read(cert, "certificate for etcd") if cert else b"",
+        _read(key, "key for etcd") if key else b"",
+        username,
+        password,
     )
 
 

@@ -36,13 +36,16 @@ _found = load(b64decode(
     b"YW50UmVzcG9uc2USDgoCSUQYAiABKANSAklEEhAKA1RUTBgDIAEoA1IDVFRMEhQKBWVycm9yGAQgASgJUgVlcnJv"
     b"ciIkChJMZWFzZVJldm9rZVJlcXVlc3QSDgoCSUQYASABKANSAklEIhUKE0xlYXNlUmV2b2tlUmVzcG9uc2UiJwoV"
     b"TGVhc2VLZWVwQWxpdmVSZXF1ZXN0Eg4KAklEGAEgASgDUgJJRCI6ChZMZWFzZUtlZXBBbGl2ZVJlc3BvbnNlEg4K"
-    b"AklEGAIgASgDUgJJRBIQCgNUVEwYAyABKANSA1RUTDKCAQoCS1YSQAoFUmFuZ2USGi5ldGNkc2VydmVycGIuUmFu"
-    b"Z2VSZXF1ZXN0GhsuZXRjZHNlcnZlcnBiLlJhbmdlUmVzcG9uc2USOgoDVHhuEhguZXRjZHNlcnZlcnBiLlR4blJl"
-    b"cXVlc3QaGS5ldGNkc2VydmVycGIuVHhuUmVzcG9uc2UyjQIKBUxlYXNlEk8KCkxlYXNlR3JhbnQSHy5ldGNkc2Vy"
-    b"dmVycGIuTGVhc2VHcmFudFJlcXVlc3QaIC5ldGNkc2VydmVycGIuTGVhc2VHcmFudFJlc3BvbnNlElIKC0xlYXNl"
-    b"UmV2b2tlEiAuZXRjZHNlcnZlcnBiLkxlYXNlUmV2b2tlUmVxdWVzdBohLmV0Y2RzZXJ2ZXJwYi5MZWFzZVJldm9r"
-    b"ZVJlc3BvbnNlEl8KDkxlYXNlS2VlcEFsaXZlEiMuZXRjZHNlcnZlcnBiLkxlYXNlS2VlcEFsaXZlUmVxdWVzdBok"
-    b"LmV0Y2RzZXJ2ZXJwYi5MZWFzZUtlZXBBbGl2ZVJlc3BvbnNlKAEwAWIGcHJvdG8z"
+    b"AklEGAIgASgDUgJJRBIQCgNUVEwYAyABKANSA1RUTCJFChNBdXRoZW50aWNhdGVSZXF1ZXN0EhIKBG5hbWUYASAB"
+    b"KAlSBG5hbWUSGgoIcGFzc3dvcmQYAiABKAlSCHBhc3N3b3JkIiwKFEF1dGhlbnRpY2F0ZVJlc3BvbnNlEhQKBXRv"
+    b"a2VuGAIgASgJUgV0b2tlbjKCAQoCS1YSQAoFUmFuZ2USGi5ldGNkc2VydmVycGIuUmFuZ2VSZXF1ZXN0GhsuZXRj"
+    b"ZHNlcnZlcnBiLlJhbmdlUmVzcG9uc2USOgoDVHhuEhguZXRjZHNlcnZlcnBiLlR4blJlcXVlc3QaGS5ldGNkc2Vy"
+    b"dmVycGIuVHhuUmVzcG9uc2UyjQIKBUxlYXNlEk8KCkxlYXNlR3JhbnQSHy5ldGNkc2VydmVycGIuTGVhc2VHcmFu"
+    b"dFJlcXVlc3QaIC5ldGNkc2VydmVycGIuTGVhc2VHcmFudFJlc3BvbnNlElIKC0xlYXNlUmV2b2tlEiAuZXRjZHNl"
+    b"cnZlcnBiLkxlYXNlUmV2b2tlUmVxdWVzdBohLmV0Y2RzZXJ2ZXJwYi5MZWFzZVJldm9rZVJlc3BvbnNlEl8KDkxl"
+    b"YXNlS2VlcEFsaXZlEiMuZXRjZHNlcnZlcnBiLkxlYXNlS2VlcEFsaXZlUmVxdWVzdBokLmV0Y2RzZXJ2ZXJwYi5M"
+    b"ZWFzZUtlZXBBbGl2ZVJlc3BvbnNlKAEwATJdCgRBdXRoElUKDEF1dGhlbnRpY2F0ZRIhLmV0Y2RzZXJ2ZXJwYi5B"
+    b"dXRoZW50aWNhdGVSZXF1ZXN0GiIuZXRjZHNlcnZlcnBiLkF1dGhlbnRpY2F0ZVJlc3BvbnNlYgZwcm90bzM="
 ))
 SERVICES = _found["SERVICES"]
 KeyValue = _found["KeyValue"]
@@ -63,3 +66,5 @@ LeaseRevokeRequest = _found["LeaseRevokeRequest"]
 LeaseRevokeResponse = _found["LeaseRevokeResponse"]
 LeaseKeepAliveRequest = _found["LeaseKeepAliveRequest"]
 LeaseKeepAliveResponse = _found["LeaseKeepAliveResponse"]
+AuthenticateRequest = _found["AuthenticateRequest"]
+AuthenticateResponse = _found["AuthenticateResponse"]
