@@ -36,13 +36,14 @@ def test_kept_memory_follows_its_rank_and_is_never_anothers(before, after, stay)
     crew.ranks = before
     new = opened()  # first, so that it gets no number that was let go
     fds = {n: opened() for n in range(len(before))}
+    crew._holders = {}
     crew._kept = {n: {"snapshots": fd} for n, fd in fds.items()}
     crew._keep_for(after)
     assert crew._kept == {now: {"snapshots": fds[was]} for now, was in stay.items()}
     kept = {fds[was] for was in stay.values()}
     assert {fd for fd in fds.values() if is_open(fd)} == kept
     crew.ranks = after
-    crew.adopt(after[0], new)
+    crew.adopt(after[0], new, "10.0.0.7")
     assert crew._kept[0] == {"snapshots": new}
     assert {fd for fd in fds.values() if is_open(fd)} == kept - {fds[stay[0]] if 0 in stay else -1}
     for fd in {new, *kept}:

@@ -220,7 +220,9 @@ def test_it_travels_there_and_back() -> None:
         nobody = "127.0.0.1:9"
         found = await collect([nobody, endpoint], WANTED, Security(token="secret"), 5.0)
         assert list(found) == [3]
-        copy = Slate.attach(found[3])
+        fd, holder = found[3]
+        assert holder == "127.0.0.1"
+        copy = Slate.attach(fd)
         assert copy.read(5) == (BODY, 0)
         copy.close()
         assert (
@@ -246,6 +248,37 @@ def test_of_what_comes_meanwhile_only_the_newest_follows_and_going_back_is_not_f
 
     between(work)
     slate.close()
+
+
+def test_a_snapshot_that_was_written_anew_meanwhile_has_no_end() -> None:
+    slate = Slate.create("test", len(BODY))
+    slate.write(5, [BODY])
+
+    async def run() -> None:
+        async for part in give_out(slate, HEAD):
+            parts.append(part)
+            slate.write(5, [BODY])  # the same step, after going back
+
+    parts: list[bytes] = []
+    with pytest.raises(Overwritten):
+        asyncio.run(run())
+    slate.close()
+
+
+def test_the_end_of_each_way_is_told_whatever_becomes_of_it() -> None:
+    slate = slate_with((5, b"five"))
+    ended: list[tuple[int, int]] = []
+
+    async def work(server: Server, courier: Courier, endpoint: str) -> None:
+        courier.on_end = lambda rank, step: ended.append((rank, step))
+        for step, beside in ((5, endpoint), (6, endpoint), (5, "127.0.0.1:9"), (5, "")):
+            courier.beside = (beside,) if beside else ()
+            courier.note(3, 8, 1, os.dup(slate.fd), step, False)
+            await delivered(courier)
+
+    between(work)
+    slate.close()
+    assert ended == [(3, 5), (3, 6), (3, 5), (3, 5)]
 
 
 def test_nobody_there_or_no_token_costs_the_copy_alone() -> None:

@@ -1,6 +1,7 @@
 """Each rank has a model that nobody else has; a session takes snapshots.
 ``python snapshots.py STEPS PAUSE HOLD``: as session.py."""
 
+import json
 import os
 import sys
 import time
@@ -44,3 +45,5 @@ with training.session(backend="gloo", snapshot_every=4) as job:
         time.sleep(PAUSE)
         while int(step) == HOLD and (OUT / "hold").exists():
             time.sleep(0.01)
+    been = [vars(r) for r in job.recoveries]
+    (OUT / f"been-{job.rank}").write_text(json.dumps(been))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,4 +42,7 @@ def test_a_spare_goes_on_with_the_snapshots_that_the_neighbour_holds(cluster) ->
         losses.setdefault((s.rank, s.step), set()).add(s.loss)
     assert set(losses) == {(rank, step) for rank in (0, 1) for step in range(20)}
     assert all(len(of_step) == 1 for of_step in losses.values())  # done again, the same
-    assert spare.events("snapshots_fetched")[0]["data"] == {"ranks": [gone]}
+    told = {"ranks": [gone], "holders": [holder.host.address]}
+    assert spare.events("snapshots_fetched")[0]["data"] == told
+    been = json.loads((made.folder / f"been-{gone}").read_text())
+    assert [(r["origin"], r["holder"]) for r in been] == [("snapshot", holder.host.address)]

@@ -131,6 +131,26 @@ def test_slate_whose_writer_died_half_way():
     slate.close()
 
 
+def test_slate_puts_the_next_step_where_nothing_is():
+    slate = Slate.create("test", 1000)
+    slate.write(1, [b"one"])
+    slate.write(2, [b"two"])
+    slate.forget_after(1)  # the newer one is void, though it was written later
+    slate.write(3, [b"three"])
+    assert slate.steps() == {1: 0, 3: 0}
+    slate.close()
+
+
+def test_slate_tells_whether_a_step_was_written_anew():
+    slate = Slate.create("test", 1000)
+    slate.write(1, [b"one"])
+    seal = slate.seal(1)
+    assert seal == slate.seal(1) and slate.seal(2) is None
+    slate.write(1, [b"two"])
+    assert slate.seal(1) != seal
+    slate.close()
+
+
 def test_not_a_slate():
     fd = os.memfd_create("test")
     os.write(fd, bytes(500))

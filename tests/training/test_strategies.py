@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from phalanx.process.slate import Slate
 from phalanx.recovery.ladder import Kind, Policy, Strategy
 
 pytestmark = [pytest.mark.process, pytest.mark.torch]
@@ -79,6 +80,19 @@ def test_out_of_memory_is_told_and_the_rank_replaced(train, undisturbed):
     run.same_as(undisturbed())
     assert run.agent.faults[0].kind is Kind.MEMORY
     assert strategies(run) == [Strategy.IN_PLACE]
+
+
+@pytest.mark.parametrize(("copies", "steps"), [("1", {1}), ("0", {5, 7})])
+def test_no_snapshot_is_taken_before_all_ranks_last_ones_are_copied(train, copies, steps):
+    """Else there might be no step of which every rank has one at another node. This agent never
+    says that one has arrived."""
+    kind = {"model": "bare", "session": {"snapshot_every": 2}}
+    run = train(2, **kind, env={"PHALANX_COPIES": copies})
+    assert set(run.ends) == {0, 1}
+    for kept in run.agent.kept.values():
+        slate = Slate.attach(os.dup(kept["snapshots"]))
+        assert set(slate.steps()) == steps
+        slate.close()
 
 
 def test_no_replica_snapshot(train, undisturbed):

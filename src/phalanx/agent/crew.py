@@ -121,6 +121,7 @@ class Crew:
         self._all: list[WorkerProcess] = []  # with replaced ones that are not gone yet
         self._envs: dict[int, dict[str, str]] = {}
         self._kept: dict[int, dict[str, int]] = {}  # by local rank
+        self._holders: dict[int, str] = {}  # by rank: who held what its next process is given
         # set by whoever has snapshots copied: (rank, descriptor, step, back)
         self.on_snapshot: Callable[[int, int, int, bool], object] | None = None
         self._prepare_at: float | None = None
@@ -508,7 +509,10 @@ class Crew:
         """Give a fresh process what earlier ones of its rank wanted kept."""
         kept = self._kept.get(worker.local_rank)
         if kept:
-            self._tell(worker, "kept", tuple(kept.values()), names=list(kept))
+            say: dict[str, Any] = {"names": list(kept)}
+            if holder := self._holders.pop(self.ranks[worker.local_rank], ""):
+                say["holder"] = holder
+            self._tell(worker, "kept", tuple(kept.values()), **say)
 
     def _keep_for(self, ranks: Sequence[int]) -> None:
         """What is kept goes with its rank; what is of ranks that are not here any more goes."""
@@ -518,8 +522,10 @@ class Crew:
             for fd in kept.values():
                 os.close(fd)
 
-    def adopt(self, rank: int, fd: int) -> None:
-        """Keep snapshots that another node has held of a rank; the descriptor is ours now."""
+    def adopt(self, rank: int, fd: int, holder: str) -> None:
+        """Keep snapshots that another node, ``holder``, has held of a rank; the descriptor is ours
+        now."""
+        self._holders[rank] = holder
         kept = self._kept.setdefault(self.ranks.index(rank), {})
         if (old := kept.pop("snapshots", None)) is not None:
             os.close(old)

@@ -23,7 +23,7 @@ from phalanx.agent.offers import Offers
 from phalanx.agent.signals import JobSignals
 from phalanx.agent.story import Story, plain
 from phalanx.coordinator import net
-from phalanx.coordinator.words import Alone, Reached
+from phalanx.coordinator.words import Alone, Copied, Reached
 from phalanx.elastic.agent.server import worker_env
 from phalanx.process import pause
 from phalanx.process.supervisor import (
@@ -342,9 +342,11 @@ class NodeAgent:
 
     # ------------------------------------------------------------------ what the coordinator tells
 
-    def _obey(self, telling: m.Telling | Reached | Alone) -> None:
+    def _obey(self, telling: m.Telling | Reached | Alone | Copied) -> None:
         if isinstance(telling, Reached):
             self._join_job(telling)
+        elif isinstance(telling, Copied):
+            self._copied(telling)
         elif isinstance(telling, Alone):
             self._reached = None
             self.events.record("coordinator_lost", how=telling.how)
@@ -451,14 +453,22 @@ class NodeAgent:
             agent_env={**os.environ, **self.config.environment},
         )
         env["PHALANX_FENCED"] = "1"  # ask before a checkpoint gets its name
+        if self.nodes.copies:
+            env["PHALANX_COPIES"] = "1"  # tell of snapshots, and hear of their copies
         virtual = self.config.virtual_local_rank
         worker_env.put_local_rank(env, local_rank, virtual, os.environ)
         return env
 
     def _copy(self, rank: int, fd: int, step: int, back: bool) -> None:
         """A snapshot is there: the neighbour is to have it too."""
-        if (a := self.assignment) is not None and a.beside:
+        if (a := self.assignment) is not None:
             self.bond.copy(rank, a.world, a.generation, os.dup(fd), step, back=back)
+
+    def _copied(self, what: Copied) -> None:
+        """The worker may take its next one."""
+        for local_rank in self.hands.local([what.rank]).values():
+            if local_rank in self.crew.workers:
+                self.crew.tell(local_rank, "copied", step=what.step)
 
     def _fetch(self, a: m.Assignment, had: Iterable[int]) -> None:
         """The snapshots of ranks that were elsewhere before, from the neighbours."""
@@ -467,10 +477,13 @@ class NodeAgent:
             return
         with self.signals.checked():
             found = self.bond.copies(ranks, a.world, a.beside, self.nodes.rejoin / 2)
-        for rank, fd in found.items():
-            self.crew.adopt(rank, fd)
+        for rank, (fd, holder) in found.items():
+            self.crew.adopt(rank, fd, holder)
         if found:
-            self.events.record("snapshots_fetched", ranks=sorted(found))
+            holders = sorted({holder for _, holder in found.values()})
+            self.events.record("snapshots_fetched", ranks=sorted(found), holders=holders)
+            whose = f"rank {report.ranges(sorted(found))}"
+            self.console.say(f"snapshots of {whose} were held by {', '.join(holders)}")
 
     def _note_membership(self, a: m.Assignment) -> None:
         self.bond.beside(a.beside)

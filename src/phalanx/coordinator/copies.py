@@ -221,11 +221,10 @@ async def give_out(slate: Slate, head: words.Copy) -> AsyncIterator[bytes]:
 
     :raises Overwritten: it was, meanwhile; the other end knows by the missing CopyEnd.
     """
-    where = slate.where(head.step)
-    if where is None:
+    seal = slate.seal(head.step)
+    if seal is None:
         return
-    start, length = where
-    kind = slate.steps().get(head.step, 0)
+    start, length, kind, _ = seal
     yield wire.seal(replace(head, length=length, kind=kind), term=0)
     checksum = 0
     for at in range(start, start + length, PIECE):
@@ -233,8 +232,8 @@ async def give_out(slate: Slate, head: words.Copy) -> AsyncIterator[bytes]:
         checksum = zlib.crc32(piece, checksum)
         yield pb.Envelope(kind="Piece", body=piece).SerializeToString()
         await asyncio.sleep(0)  # others are on this thread too
-    if slate.where(head.step) != where:
-        raise Overwritten
+        if slate.seal(head.step) != seal:
+            raise Overwritten
     yield wire.seal(words.CopyEnd(checksum), term=0)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ class Courier:
         self._due: dict[int, _Due] = {}
         self._task: asyncio.Task[None] | None = None
         self.beside: tuple[str, ...] = ()
+        #: called with rank and step when a snapshot is on its way no more, there or not
+        self.on_end: Callable[[int, int], object] = lambda rank, step: None
         self.counts: Counter[str] = Counter()
         self.bytes = 0
 
@@ -83,6 +85,7 @@ class Courier:
                 log.exception("a snapshot of rank %d was not copied", rank)
             finally:
                 os.close(due.fd)
+                self.on_end(rank, due.step)
 
     async def _send(self, endpoint: str, rank: int, due: _Due) -> None:
         slate = Slate.attach(os.dup(due.fd))
@@ -166,10 +169,10 @@ async def fetch(
 
 async def collect(
     beside: Sequence[str], wanted: words.Wanted, security: Security, silence: float
-) -> dict[int, int]:
-    """What the neighbours hold of these ranks: rank to the descriptor of a slate, the caller's.
-    The first neighbour that has a rank is the one that counts."""
-    found: dict[int, int] = {}
+) -> dict[int, tuple[int, str]]:
+    """What the neighbours hold of these ranks: rank to the descriptor of a slate, the caller's,
+    and the address of who held it. The first neighbour that has a rank is the one that counts."""
+    found: dict[int, tuple[int, str]] = {}
     for endpoint in beside:
         ranks = tuple(rank for rank in wanted.ranks if rank not in found)
         if not ranks:
@@ -182,6 +185,6 @@ async def collect(
             log.info("no copies of snapshots from %s: %s", endpoint, error)
         for rank, slate, _ in into.of(ask):
             if slate.steps():
-                found[rank] = os.dup(slate.fd)
+                found[rank] = os.dup(slate.fd), net.split(endpoint)[0]
         into.close()
     return found

@@ -120,6 +120,7 @@ class CoordinatorNode:
         self._held = self._server.held = Held(plan.run_id)
         self._held.on_first = self._holds
         self._courier = courier.Courier(plan.run_id, plan.security, plan.silence)
+        self._courier.on_end = lambda rank, step: self._inbox.put(words.Copied(rank, step))
         self._heralds: set[asyncio.Task[None]] = set()
         self._separate = plan.separate  # the coordinator is no agent
         self._lost_at = ""  # the endpoint of the one that was lost
@@ -162,7 +163,8 @@ class CoordinatorNode:
         self, rank: int, world: int, generation: int, fd: int, step: int, *, back: bool
     ) -> None:
         """Have a snapshot copied to the neighbour, or told that the rank has gone ``back`` to
-        that step. ``fd``: of the slate, which becomes ours. Never waits."""
+        that step. ``fd``: of the slate, which becomes ours. Never waits; ``Copied`` comes when it
+        is on its way no more."""
         if self._thread is None or self._closing:
             os.close(fd)
             return
@@ -170,9 +172,9 @@ class CoordinatorNode:
 
     def copies(
         self, ranks: Sequence[int], world: int, endpoints: Sequence[str], limit: float
-    ) -> dict[int, int]:
-        """What the neighbours hold of these ranks: descriptors of slates, the caller's. Waits
-        ``limit`` seconds at most."""
+    ) -> dict[int, tuple[int, str]]:
+        """What the neighbours hold of these ranks: descriptors of slates, the caller's, and the
+        address of who held them. Waits ``limit`` seconds at most."""
         if self._thread is None or not ranks:
             return {}
         wanted = words.Wanted(self.plan.run_id, (*ranks,), world)

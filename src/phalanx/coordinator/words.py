@@ -121,6 +121,15 @@ class Reached:
 
 
 @dataclass(frozen=True)
+class Copied:
+    """The snapshot of ``rank`` after ``step`` is on its way no more: the neighbour holds it, or
+    it could not be had."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Alone:
     """The coordinator is lost; ``how`` is a clause. It is looked for, or another is elected."""
 

@@ -71,10 +71,14 @@ class Slate:
         return step, length, kind, writes
 
     def _slot_for(self, step: int) -> int:
-        """Where ``step`` goes: its own slot if it has one, else the one written longer ago."""
+        """Where ``step`` goes: its own slot if it has one, else an empty one, else the one written
+        longer ago."""
         marks = [self._mark(0), self._mark(1)]
         for slot, mark in enumerate(marks):
             if mark[0] == step:
+                return slot
+        for slot, mark in enumerate(marks):
+            if mark[0] == NOTHING:
                 return slot
         return 0 if marks[0][3] <= marks[1][3] else 1
 
@@ -121,6 +125,15 @@ class Slate:
             mark = self._mark(slot)
             if mark[0] == step:
                 return self._at(slot) + _MARK_BYTES, mark[1]
+        return None
+
+    def seal(self, step: int) -> tuple[int, int, int, int] | None:
+        """Offset, length and kind of a step's body, and the count of writes: equal before and
+        after reading it, nobody wrote it anew meanwhile."""
+        for slot in (0, 1):
+            held, length, kind, writes = self._mark(slot)
+            if held == step and length <= self.capacity:
+                return self._at(slot) + _MARK_BYTES, length, kind, writes
         return None
 
     def read(self, step: int) -> tuple[bytes, int] | None:

@@ -35,6 +35,10 @@ class NoWord(RuntimeError):
     """The agent did not say in time how to go on."""
 
 
+NEVER = -2
+"""A step that none is."""
+
+
 @dataclass(frozen=True)
 class Join:
     """One ``join`` message, checked."""
@@ -150,6 +154,8 @@ class Link:
         self.closed = False
         self.kept: dict[str, int] | None = None
         self._seat: Seat | None = None
+        self.holder = ""  # the node that held the snapshots among it, if it was another
+        self.copied = NEVER  # the last snapshot that came to the end of its way to another node
         self.heard_leave = 0.0
         self._leaving = -1  # a generation that the main thread has not left yet
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -219,10 +225,13 @@ class Link:
             elif message.type == "kept":
                 names = [str(name) for name in fields.get("names", [])]
                 self.kept = dict(zip(names, message.fds, strict=False))
+                self.holder = str(fields.get("holder", ""))
                 taken = True
             elif message.type == "take":
                 self._seat = Seat.of(message)
                 taken = True
+            elif message.type == "copied":
+                self.copied = _number(fields.get("step"))
             elif message.type == "stop_at":
                 self.stop_at = _number(fields.get("step"))
             elif message.type == "dump":

@@ -29,7 +29,7 @@ from phalanx.training.abort import main_thread_ticks
 from phalanx.training.checkpoint import Checkpoints
 from phalanx.training.faults import classify
 from phalanx.training.groups import Fabric, size_can_change
-from phalanx.training.link import AgentGone, Dump, Join, Link, NoWord
+from phalanx.training.link import NEVER, AgentGone, Dump, Join, Link, NoWord
 from phalanx.training.wrappers import LayoutMismatch, Wrappers
 
 log = logging.getLogger("phalanx.training")
@@ -53,6 +53,7 @@ class Recovery:
     generation: int
     origin: str = Origin.NONE.value
     source: int | None = None
+    holder: str = ""  # the node that held this rank's snapshot, if it was another
     step: int = -1
     lost_steps: int = 0
     why: str = ""
@@ -99,6 +100,7 @@ class Member:
         self._guard: state.BufferGuard | None = None
         self._slate: Slate | None = None
         self._snapshots: Slate | None = None
+        self._sent_copy = NEVER  # the snapshot that the agent was told of last
         self._kept: dict[str, int] = {}
         self._checkpoints = checkpoints
         self._finished: int | None = None  # last finished step; None: no state yet
@@ -408,6 +410,8 @@ class Member:
         if note is not None:
             note.origin, note.step, note.lost_steps = plan.origin.value, plan.step, plan.lost
             note.why, note.source = plan.why, plan.source_of(self.rank)
+            if self.rank in plan.load and self._link is not None:
+                note.holder = self._link.holder
         saved = self._restore(group, plan)
         if plan.origin is not Origin.REPLICA and self._elastic != "off":
             fits = (self.generation - 1, self._saved_world(group, plan, saved))
@@ -425,10 +429,23 @@ class Member:
             self._say_snapshot(plan.step, back=True)
 
     def _say_snapshot(self, step: int, *, back: bool) -> None:
-        """For the agent, which has a copy of it made at another node. ``back``: those of later
-        steps are void."""
-        if self._link is not None:
+        """For the agent, which has a copy of it made at another node, and says ``copied`` then.
+        ``back``: those of later steps are void."""
+        if os.environ.get("PHALANX_COPIES") == "1" and self._link is not None and self._apart():
+            self._sent_copy = step
             self._link.say("snapshot", generation=self.generation, step=step, back=back)
+
+    def _apart(self) -> bool:
+        """Whether the ranks hold different parts of the state. Else it is on other nodes anyway."""
+        return self.world > 1 and self._protected.shards(self.world, self._replicas) > 1
+
+    def _copies_travel(self) -> bool:
+        """Whether some rank's last snapshot is still on its way. The same on all ranks, whose
+        agents may have been started with different options."""
+        assert self._link is not None
+        travels = torch.tensor([int(self._link.copied != self._sent_copy)])
+        dist.all_reduce(travels, op=dist.ReduceOp.MAX)
+        return bool(travels.item())
 
     def _rows(self, group: Any) -> list[list[int]]:
         """What every rank holds."""
@@ -654,6 +671,7 @@ class Member:
         report = {
             "origin": note.origin,
             "source": note.source,
+            "holder": note.holder,
             "step": note.step + 1,
             "lost_steps": note.lost_steps,
             "why": note.why,

@@ -303,7 +303,7 @@ class Job(Member):
                 if self._last() + 1 >= total or self.stopped:
                     if self.stopped and self._checkpoints is not None:
                         # even if it was just saved: whether it was, not all may know alike
-                        self._save_or_interrupt()
+                        self._or_interrupt(self.save)
                         if self._interrupted:
                             continue
                     if self._end():
@@ -494,11 +494,11 @@ class Job(Member):
         link = self._link
         every = 0 if link is None or self._interrupted else self._snapshot_every
         if every and done % every == 0:
-            self._snapshot()
+            self._or_interrupt(self._snapshot)
         self.stopped = self._reached_stop()
         regular = self._checkpoint_every and done % self._checkpoint_every == 0
         if self._checkpoints is not None and not self._interrupted and regular:
-            self._save_or_interrupt()
+            self._or_interrupt(self.save)
 
     def _reached_stop(self) -> bool:
         at = self._link.stop_at if self._link is not None else None
@@ -566,6 +566,8 @@ class Job(Member):
         return slate
 
     def _snapshot(self) -> None:
+        if self._apart() and self._copies_travel():
+            return  # each rank has to have one of a step that all have copies of
         small = self._record()
         if self._snapshots is None:
             self._snapshots = self._make_snapshots()
@@ -581,9 +583,10 @@ class Job(Member):
             )
         self._say_snapshot(self._last(), back=False)
 
-    def _save_or_interrupt(self) -> None:
+    def _or_interrupt(self, do: Callable[[], None]) -> None:
+        """Something that all ranks do between two steps: a fault in it is one of the job's."""
         try:
-            self.save()
+            do()
         except RuntimeError as error:
             if self._link is None or classify(error) not in RETRYABLE:
                 raise
