@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -242,3 +243,29 @@ def test_a_spare_takes_the_ranks_and_the_survivors_keep_their_processes(
     assert len(made.steps()) == 80
     for s in made.steps():
         assert losses[s.rank, s.step] == {s.loss}
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(
+    os.environ.get("PHALANX_SLOW_TESTS") != "1", reason="slow: set PHALANX_SLOW_TESTS=1"
+)
+def test_the_coordinators_host_is_cut_off_and_a_spare_takes_its_ranks(cluster) -> None:
+    made = cluster(4)
+    (made.folder / "hold").touch()
+    words = f"--nnodes 3 --spares 1 --isolation-timeout 5 {JOB}"
+    agents = [made.start(n, words, SESSION, ["30"]) for n in range(4)]
+    made.until(lambda: sum(s.step == 10 for s in made.steps()) == 3)
+    before = {s.host: s for s in made.steps()}
+    (spare,) = (a for a in agents if a.host.name not in before)
+    made.until(lambda: "waiting: this" in spare.err or "waiting: all" in spare.err)
+    if "host0" not in before:
+        pytest.skip("the coordinator's host is the spare")
+    made.hosts[0].cut()
+    (made.folder / "hold").unlink()
+    rest = [a for a in agents if a.host.name != "host0"]
+    assert [a.wait() for a in rest] == [0, 0, 0]
+    after = [s for s in made.steps() if s.host != "host0"]
+    assert {s.attempt for s in after} == {0}  # nobody has started again
+    for host in set(before) - {"host0"}:
+        assert {s.pid for s in after if s.host == host} == {before[host].pid}
+    assert {s.rank for s in after if s.host == spare.host.name} == {before["host0"].rank}
