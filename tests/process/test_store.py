@@ -46,11 +46,18 @@ def test_a_store_that_nobody_connects_to_costs_nothing(scene, listener):
     assert listener.fileno() >= 0  # the listener stays ours
 
 
-def test_the_first_connection_starts_it(scene, listener, tmp_path, monkeypatch):
-    """With a server that is no real one: what is started, and what becomes of it."""
+@pytest.fixture
+def server(tmp_path):
+    """A folder with a torch whose server says what it was made with."""
     package = tmp_path / "torch" / "distributed"
     package.mkdir(parents=True)
-    (tmp_path / "torch" / "__init__.py").write_text("")
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "class ones:\n"
+        "    def __init__(self, *shape): pass\n"
+        "    def __matmul__(self, other): return self\n"
+        "class default_generator:\n"
+        "    seed = lambda: 0\n"
+    )
     (package / "__init__.py").write_text(
         "import socket\n"
         "class TCPStore:\n"
@@ -59,7 +66,34 @@ def test_the_first_connection_starts_it(scene, listener, tmp_path, monkeypatch):
         "        s.accept()[0].send(repr((a, k['is_master'])).encode())\n"
         "        s.detach()\n"
     )
-    supervisor = scene.supervisor(env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    return str(tmp_path)
+
+
+def test_an_idle_warm_process_becomes_the_store(scene, listener, server):
+    env = {**os.environ, "PYTHONPATH": server, "PHALANX_REHEARSE": "0"}
+    supervisor = scene.supervisor(PreloadPlan(modules=("torch",)), env=env)
+    supervisor.prepare(2)
+    end = time.monotonic() + 60
+    while len(supervisor._sessions) < 3:  # the second is forked when the first is ready
+        assert time.monotonic() < end
+        supervisor.pump(1.0)
+    _, idle, _ = supervisor._sessions
+    store = supervisor.start_store(listener, eager=True)
+    await_start(supervisor, store)
+    assert store.pid == idle
+    with socket.create_connection(listener.getsockname(), timeout=20) as client:
+        host, port = listener.getsockname()
+        assert client.recv(1000).decode() == repr(((host, port, None), True))
+    store.close()
+    assert store.gone
+    (worker,) = supervisor.start([scene.order(scene.program("raise SystemExit(3)"), warm=True)])
+    scene.until_gone(supervisor, [worker])
+    assert worker.returncode == 3
+
+
+def test_the_first_connection_starts_it(scene, listener, server):
+    """With a server that is no real one: what is started, and what becomes of it."""
+    supervisor = scene.supervisor(env={**os.environ, "PYTHONPATH": server})
     store = supervisor.start_store(listener)
     host, port = listener.getsockname()
 

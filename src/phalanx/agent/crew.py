@@ -318,7 +318,7 @@ class Crew:
     def _prepare(self) -> None:
         if self.config.starts_warm:
             try:
-                self.supervisor.prepare(self.config.nproc)
+                self.supervisor.prepare(self.config.nproc + 1)  # one for the store
             except SupervisorError:
                 pass  # the keeper is lost: the next wait tells
 

@@ -193,9 +193,11 @@ class Keeper:
                 self.start_failed(order, {"errno": code, "file": order["cwd"], "text": ""})
                 launch.close_all(fds)
                 return
-            ready = next((kid for kid in self.standbys if kid.ready), None)
+            ready = self.ready_standby()
             if ready is not None:
-                self.use_standby(ready, order, fds)
+                self.use_standby(ready, "worker", order, fds)
+                pidfd, ready.pidfd = ready.pidfd, -1
+                self.started(ready, pidfd, warm=True)
                 return
             if self.nursery is not None:
                 self.ask_nursery(order, fds)
@@ -519,12 +521,16 @@ class Keeper:
             except OSError:
                 pass
 
-    def use_standby(self, kid: Kid, order: dict[str, Any], fds: list[int]) -> None:
+    def ready_standby(self) -> Kid | None:
+        return next((kid for kid in self.standbys if kid.ready), None)
+
+    def use_standby(self, kid: Kid, role: str, order: dict[str, Any], fds: list[int]) -> None:
+        """Have it carry out this order; ``fds`` are closed here."""
         self.standbys.remove(kid)
         self.standbys_wanted -= 1
         assert kid.line is not None
         self.unwatch(kid.line.fileno())
-        kid.role = "worker"
+        kid.role = role
         kid.order = order
         try:
             wire.send(kid.line, order, fds)
@@ -533,15 +539,19 @@ class Keeper:
         kid.line.close()
         kid.line = None
         launch.close_all(fds)
-        pidfd, kid.pidfd = kid.pidfd, -1
-        self.started(kid, pidfd, warm=True)
 
     # -- the store
 
     def start_store(self, store_id: int) -> None:
         order, listener = self.stores.pop(store_id)
         self.unwatch(listener)
-        if self.nursery is not None and (self.has_torch or not self.preloaded):
+        ready = self.ready_standby() if self.has_torch else None
+        if ready is not None:
+            self.use_standby(ready, "store", order, [listener])
+            os.close(ready.pidfd)
+            ready.pidfd = -1
+            self.tell({"ev": "store_started", "id": ready.id, "pid": ready.pid})
+        elif self.nursery is not None and (self.has_torch or not self.preloaded):
             self.ask_nursery(order, [listener])
         else:
             self.exec_store(order, listener)

@@ -572,7 +572,8 @@ class Supervisor:
         self.order({"op": "tidy", "path": path})
 
     def prepare(self, count: int) -> None:
-        """Have ``count`` warm processes forked and waiting; the next warm starts use them.
+        """Have ``count`` warm processes forked and waiting; the next warm starts use them, and a
+        store if they have torch.
 
         Does not wait. Those that a start has used are not replaced until the next call.
         Without a plan it does nothing.
