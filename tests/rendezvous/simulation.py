@@ -470,6 +470,7 @@ def settings(args: argparse.Namespace, seed: int) -> Setting:
         spares=max(1, args.nodes // 50),
         sessions=not args.plain and (args.elastic or kind != 0),
         elastic=args.elastic or (not args.plain and kind == 2),
+        steps=60 if args.nodes < MANY else 300,  # to be there for some storms
         trace=args.trace,
     )
 
