@@ -1,6 +1,6 @@
 """A worker is killed: how long until all that are left (or all again) have done a step?
 
-    make bench-recovery        (python bench/bench_recovery.py [--workers 2,4,8] [--kills 6])
+    make bench-recovery        (python bench/bench_recovery.py [--workers 2,4,8] [--samples 6])
 
 In one run, on the same machine, steps of 20 ms, the last rank killed by SIGKILL:
 
@@ -264,9 +264,8 @@ def shown(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="2,4,8")
-    parser.add_argument("--kills", type=int, default=6, help="samples of ours")
-    parser.add_argument("--peer-kills", type=int, default=3, help="samples of each peer")
-    parser.add_argument("--minutes", type=float, default=14.0, help="after that no more peers")
+    parser.add_argument("--samples", type=int, default=6, help="of ours; half of it of each peer")
+    parser.add_argument("--minutes", type=float, default=8.0, help="after that no more rows")
     parser.add_argument("--only", default="", help="rows with this in their name")
     parser.add_argument("--out", default=str(harness.HERE / "results" / "recovery.json"))
     options = parser.parse_args()
@@ -287,7 +286,7 @@ def main() -> None:
         path.write_text(json.dumps(body, indent=1) + "\n")
 
     def row(world: int, what: str, measure: Callable[[], list[float]]) -> None:
-        if options.only not in what:
+        if options.only not in what or time.monotonic() > end:
             return
         try:
             values = measure()
@@ -297,9 +296,17 @@ def main() -> None:
         print(f"{world} workers  {what:34} {shown(values)}", flush=True)
         middle = round(statistics.median(values), 1) if values else None
         samples = [round(v, 1) for v in values]
-        body["rows"].append({"workers": world, "what": what, "ms": middle, "samples": samples})
+        entry = {"workers": world, "what": what, "unit": "ms", "samples": samples}
+        if what.startswith("ours"):
+            entry |= {"ours": middle, "peer": None, "ratio": None}
+        else:  # beside ours in place, the first row of this size
+            first = (r["ours"] for r in body["rows"] if r["workers"] == world)
+            ours = next(first, None)
+            ratio = round(middle / ours, 1) if middle and ours else None
+            entry |= {"ours": ours, "peer": middle, "ratio": ratio}
+        body["rows"].append(entry)
 
-    kills, few = options.kills, options.peer_kills
+    kills, few = options.samples, max(1, options.samples // 2)
     peers = (PEERS / "python").exists()
     if not peers:
         print("torchft and NVIDIA's restart: not installed, see make .venv-peers/.made")
@@ -315,10 +322,9 @@ def main() -> None:
             )
         row(world, "ours whole group, warm", lambda n=world: whole_group(n, kills, PHALANX))
         write()
-        if time.monotonic() < end:
-            row(world, "torchrun", lambda n=world: whole_group(n, few, TORCHRUN))
+        row(world, "torchrun", lambda n=world: whole_group(n, few, TORCHRUN))
         for name, measure in (("NVIDIA in-process", in_process), ("torchft", torchft)):
-            if peers and time.monotonic() < end:
+            if peers:
                 row(
                     world,
                     f"{name} (without the dead rank)",
