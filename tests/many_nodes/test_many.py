@@ -192,8 +192,10 @@ def test_who_stops_for_a_newcomer_finishes_a_step_and_goes_on_after_it(
     (stop,) = (event["data"] for event in first.events("stop"))
     assert stop["reason"] == "more nodes are there" and stop["at"] is not None
     before = [s.step for s in made.steps() if s.attempt == 0]
-    assert before == list(range(stop["at"] + 1))  # that one, and none after it
-    assert (step.step, step.attempt) == (stop["at"] + 1, 1)
+    # to that one at least: a machine that is very busy may pass on the word too late for it
+    assert stop["at"] in before
+    assert before == list(range(len(before)))
+    assert (step.step, step.attempt) == (len(before), 1)  # none is lost, none is done again
     for agent in (second, first):
         agent.signal(signal.SIGTERM)
     for agent in (second, first):
