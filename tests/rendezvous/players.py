@@ -761,6 +761,7 @@ class Group:
         self.holders: dict[int, Agent] = {}
         self.here: set[int] = set()
         self.nodes: dict[str, Agent] = {}
+        self.told: set[str] = set()  # who has noticed that it is broken
         self.step = float(sim.progress if self.in_place else sim.saved)
         self.since: float | None = None
         self.version = 0
@@ -791,7 +792,8 @@ class Group:
         self.ended = True
         self.look()
         for other in list(self.nodes.values()):
-            if other is not agent and self.sim.reach(other, agent):
+            if other is not agent and other.id not in self.told and self.sim.reach(other, agent):
+                self.told.add(other.id)
                 other.after(self.sim.rng.uniform(0.001, 0.05), other.peer_gone, self)
 
     def look(self) -> None:
