@@ -92,12 +92,17 @@ class Faults:
 
     def due(self, where: str, step: int | None = None) -> dict[str, Any] | None:
         step = self.step if step is None else step
-        for fault in self.faults:
+        for fault in list(self.faults):
             if fault["where"] == where and fault.get("step", step) == step:
                 if not fault.get("always"):
                     self.faults.remove(fault)
+                if self._struck(fault):  # in an earlier life: what prepares it does harm too
+                    continue
                 return fault
         return None
+
+    def _struck(self, fault: dict[str, Any]) -> bool:
+        return "once" in fault and (self.folder / f"once-{fault['once']}").exists()
 
     def at(self, where: str, step: int | None = None) -> None:
         fault = self.due(where, step)
