@@ -301,8 +301,8 @@ def step(
             if isinstance(event, ep.Resized):
                 _reseat(turn, event, effect.generation, seats)
             _regroup(turn, effect.generation, fresh, arriving, at)
-            if arriving or seats:
-                tell_roster(turn)
+            # even if all members stay: who takes over must know that they are this generation's
+            tell_roster(turn)
         elif isinstance(effect, ep.RestartGroup):
             _restart(turn, effect, event)
         elif isinstance(effect, ep.Recovered):
