@@ -49,6 +49,8 @@ with training.session(backend="gloo", checkpoint=kept, checkpoint_every=10 if ke
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        if not step.done:  # broken off: it comes again, and the loss may be an older one
+            continue
         losses[int(step)] = loss.item()
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         say(

@@ -37,6 +37,8 @@ with training.session(backend="gloo", snapshot_every=4) as job:
             shared = loss.detach().clone()
             dist.all_reduce(shared)
             optimizer.step()
+        if not step.done:  # broken off: it comes again, and the loss may be an older one
+            continue
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         say(
             *(int(step), job.rank, job.world, attempt, 0, os.getpid()),
